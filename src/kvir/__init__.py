@@ -1,0 +1,3 @@
+"""kvir: a compiler and runtime for KV-cache policies.  Importing this package stays cheap: nothing heavy below."""
+
+__version__ = "0.1.0"
