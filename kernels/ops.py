@@ -1,22 +1,27 @@
-"""The contract of every kernel, once: what each op computes, its shapes, and the legend used in all kernel files.
+"""The contract of every kernel, once: what each op computes, its shapes, and the legend of all kernel files.
 
 Legend
     B    requests in the batch            T    tokens of the batch, all requests one after another
-    Hq   query heads of the layer         Hkv  KV heads of the layer         G = Hq // Hkv   (query head h reads KV head h // G)
+    Hq   query heads of the layer         Hkv  KV heads of the layer
+    G    Hq // Hkv; query head h reads KV head h // G
     D    head size                        P    rows of a head-page (= tokens of a logical page)
     U    units of the model               N    head-pages of the pool        L    logical pages
-    unit of (attention layer l, KV head h) = l * Hkv + h;  `unit0` = l * Hkv is the first unit of the layer at hand
+    unit of (attention layer l, KV head h) = l * Hkv + h; `unit0` = l * Hkv is the first unit of the layer
 
 A row is visible to a query at position p (0-based, in its own sequence) iff its position j <= p and
     j < sink[unit]   or   j > p - recent[unit].
 `recent` is FULL (2^31 - 1) for a unit that keeps everything.
 
 Row j of a request lives in logical page `pages[b, j // P]`, at offset j % P; unit u holds it in head-page
-`table[logical page, u]`, or nowhere (-1).  A visible row that lives nowhere is a *hole*: the op counts holes and the caller
-fails, so that a bookkeeping error can never pass as an answer.
+`table[logical page, u]`, or nowhere (-1).  A row of the cache that some query sees and that lives nowhere is
+a *hole*: the op does not read it, counts it (once per request and unit, however many queries see it) and the
+caller fails, so that a bookkeeping error can never pass as an answer.  An id out of range counts as nowhere.
 
-Implementations: `kernels/ref` (plain torch, float32, slow and obvious) and `kernels/cpu` (compiled); `kernels/dispatch`
-chooses by name.
+q, k, v, kv and out have one dtype.  q, k, v and out may have any strides with D contiguous, `pages` and
+`table` any row stride; the rest is contiguous.  An empty request, or a query that sees no row, gets zeros.
+
+Implementations: `kernels/ref` (plain torch, float32, slow and obvious) and `kernels/cpu` (compiled);
+`kernels/dispatch` chooses by name.
 """
 
 from __future__ import annotations
@@ -63,7 +68,10 @@ class Append(Protocol):
 
 
 class AttendDecode(Protocol):
-    """One query per request, at position lens[b] - 1; its own row is already in the pool.  Returns the number of holes."""
+    """One query per request, at position lens[b] - 1; its own row is already in the pool.
+
+    Returns the number of holes.
+    """
 
     def __call__(
         self,
@@ -73,6 +81,7 @@ class AttendDecode(Protocol):
         lens: Tensor,  # int32 [B], rows of the request, the query's own included
         bounds: Bounds,
         unit0: int,
+        kv_heads: int,  # Hkv of the layer at hand
         scale: float,
         logit_cap: float,  # 0: none; else cap * tanh(logit / cap)
         out: Tensor,  # [B, Hq, D], written
@@ -80,8 +89,9 @@ class AttendDecode(Protocol):
 
 
 class AttendExtend(Protocol):
-    """A chunk of each request: queries at positions prefix_lens[b] + 0 .. extend_lens[b] - 1, against the resident prefix
-    (through the table) and the chunk's own fresh rows (from k_new, v_new: they may not survive in the pool).
+    """A chunk of each request: queries at positions prefix_lens[b] + 0 .. extend_lens[b] - 1, against the
+    resident prefix (through the table) and the chunk's own fresh rows (from k_new, v_new: they may not survive
+    in the pool).
 
     Reads of the prefix happen before anything of this layer is appended.  Returns the number of holes.
     """
