@@ -9,7 +9,7 @@ Two layers:
   made once per machine and shared by all checkouts that declare the same dependencies.  The key is a hash of
   the Python version, the dependency lists of `pyproject.toml` and the pins of `tools/constraints.txt`.
 * `.venv` in the checkout: a small environment that sees the shared packages and has kvir itself installed in
-  editable mode, so that the `kvir` command, its SGLang entry point and compiled kernels belong to this checkout.
+  editable mode, so that the `kvir` command, its SGLang entry point and compiled kernels are its own.
 
 Several processes may run this at once; one builds, the others wait.  An interrupted build starts again from
 nothing.
@@ -50,7 +50,7 @@ def kvir_home() -> Path:
 
 @contextlib.contextmanager
 def exclusive(lock: Path, waiting: str, progress: Callable[[str], None]) -> Iterator[None]:
-    """Hold a lock between processes; says `waiting` if another has it.  It is freed however the process ends."""
+    """Hold a lock between processes; says `waiting` if another has it.  Freed however the process ends."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("a") as handle:
         try:
@@ -161,7 +161,7 @@ def checkout_current(venv: Path, shared: Path) -> bool:
 
 
 def make_checkout(venv: Path, shared: Path) -> None:
-    """The environment of this checkout: the shared packages, and kvir editable.  The caller holds the lock."""
+    """The environment of this checkout: the shared packages, and kvir editable.  Needs the lock held."""
     if checkout_current(venv, shared):
         return
     step(f"making {venv}")
