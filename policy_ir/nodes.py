@@ -1,7 +1,8 @@
 """The language as data: every node of a policy file, frozen and closed.
 
-Text is turned into these structs by `parse`, and back by `printer`; the Python builder makes the same structs.
-Nothing here knows a model or a device.  Counts are in tokens of one sequence; `recent` counts the query's own token.
+Text is turned into these structs by `parse`, and back by `printer`; the Python builder makes the same
+structs.  Nothing here knows a model or a device.  Counts are in tokens of one sequence; `recent` counts the
+query's own token.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ LANGUAGE_VERSION = 1
 MAX_TOKENS = 1 << 30  # far beyond any context; keeps every later product inside 64 bits
 
 Tokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+TokensOrFull = Annotated[Tokens | None, Meta(extra={"none": "full"})]  # None keeps all rows; text says `full`
 Index = Annotated[int, Meta(ge=0, lt=1 << 16)]
 
 
@@ -25,20 +27,20 @@ class Node(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of every node: immutable, hashable, unknown fields are errors."""
 
 
-# ---- what a unit keeps ------------------------------------------------------------------------------------------
+# ---- what a unit keeps -------------------------------------------------------------------------------------
 
 
-class All(Node, tag="all"):
+class All(Node, frozen=True, tag="all"):
     """Every row: the unit behaves like stock attention."""
 
 
-class Sink(Node, tag="sink"):
+class Sink(Node, frozen=True, tag="sink"):
     """The first `tokens` rows of the sequence (StreamingLLM's attention sinks)."""
 
     tokens: Tokens
 
 
-class Recent(Node, tag="recent"):
+class Recent(Node, frozen=True, tag="recent"):
     """The last `tokens` rows, the query's own included: query q sees keys q - tokens + 1 .. q."""
 
     tokens: Tokens
@@ -47,10 +49,10 @@ class Recent(Node, tag="recent"):
 Term = All | Sink | Recent
 
 
-# ---- where a rule applies ---------------------------------------------------------------------------------------
+# ---- where a rule applies ----------------------------------------------------------------------------------
 
 
-class IndexRange(Node, order=True):
+class IndexRange(Node, frozen=True, order=True):
     """`first..last`, both included, as written in the text; a single index has first == last."""
 
     first: Index
@@ -60,7 +62,7 @@ class IndexRange(Node, order=True):
 IndexSet = tuple[IndexRange, ...]
 
 
-class Rule(Node):
+class Rule(Node, frozen=True):
     """What the selected units keep.  Later rules refine earlier ones; what no rule covers is `all`."""
 
     keep: tuple[Term, ...]
@@ -69,17 +71,17 @@ class Rule(Node):
     phase: Phase | None = None  # None: both phases
 
 
-class Windows(Node):
-    """A table of `recent` windows, one per (layer, KV head), as calibration writes them; None keeps all rows."""
+class Windows(Node, frozen=True):
+    """A table of `recent` windows, one per (layer, KV head), as calibration writes them; None keeps all."""
 
-    table: tuple[tuple[Tokens | None, ...], ...]  # [layer][kv_head]
+    table: tuple[tuple[TokensOrFull, ...], ...]  # [layer][kv_head]
     sink: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
 
 
-# ---- the file ---------------------------------------------------------------------------------------------------
+# ---- the file ----------------------------------------------------------------------------------------------
 
 
-class ModelPin(Node):
+class ModelPin(Node, frozen=True):
     """What a policy demands of the model it is bound to; each given field must match."""
 
     arch: str | None = None
@@ -88,7 +90,7 @@ class ModelPin(Node):
     fingerprint: str | None = None
 
 
-class Provenance(Node):
+class Provenance(Node, frozen=True):
     """How a calibrated file came to be.  A `model` fingerprint here binds the policy to that model."""
 
     tool: str
@@ -100,7 +102,7 @@ class Provenance(Node):
     threshold: float | None = None
 
 
-class Policy(Node):
+class Policy(Node, frozen=True):
     """One policy file.  `windows`, if given, is read as the first and broadest rule."""
 
     kvir: Annotated[int, Meta(ge=1)]
