@@ -1,11 +1,13 @@
 """One frozen type per stage of lowering.
 
-    Policy -> VerifiedPolicy -> BoundPolicy -> BudgetedPolicy -> LayoutPlan -> KernelPlan -> GraphBuckets -> ExecutionPlan
+    Policy -> VerifiedPolicy -> BoundPolicy -> BudgetedPolicy
+           -> LayoutPlan -> KernelPlan -> GraphBuckets -> ExecutionPlan
 
 A pass receives only a finished stage and returns the next.  No field is filled in later by somebody else.
 
-Words: a *unit* is one (attention layer, KV head) pair of this model; units are numbered `layer_index * kv_heads + head`
-where `layer_index` counts attention layers only.  A *head-page* is `page_tokens` rows of one unit.
+Words: a *unit* is one (attention layer, KV head) pair of this model; units are numbered
+`layer_index * kv_heads + head` where `layer_index` counts attention layers only.  A *head-page* is
+`page_tokens` rows of one unit.
 """
 
 from __future__ import annotations
@@ -24,20 +26,20 @@ class Stage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of every stage type."""
 
 
-# ---- model ------------------------------------------------------------------------------------------------------
+# ---- model -------------------------------------------------------------------------------------------------
 
 
-class AttentionLayer(Stage):
+class AttentionLayer(Stage, frozen=True, kw_only=True):
     """One layer that has a KV cache."""
 
     layer_id: int  # index in the model, counting every layer
     query_heads: int
     kv_heads: int
     head_dim: int
-    native_window_tokens: int | None = None  # the model's own sliding window, own token included; None: global
+    native_window_tokens: int | None = None  # the model's own window, own token included; None: global
 
 
-class ModelFacts(Stage):
+class ModelFacts(Stage, frozen=True, kw_only=True):
     """What lowering needs of a model's `config.json`."""
 
     arch: str  # `model_type` of the config, e.g. "llama"
@@ -47,27 +49,28 @@ class ModelFacts(Stage):
     context_tokens: int
     dtype: Dtype
     fingerprint: str  # sha256 over the facts that fix the meaning of a policy
+    needs: tuple[str, ...] = ()  # what attention needs beyond a causal softmax; see kernels/catalog.py
 
 
-# ---- stages -----------------------------------------------------------------------------------------------------
+# ---- stages ------------------------------------------------------------------------------------------------
 
 
-class VerifiedPolicy(Stage):
+class VerifiedPolicy(Stage, frozen=True, kw_only=True):
     """A policy whose rules make sense by themselves."""
 
     policy: Policy
 
 
-class Retention(Stage):
+class Retention(Stage, frozen=True, kw_only=True):
     """A static retention: rows [0, sink_tokens) and the last `recent_tokens`; None keeps every row."""
 
     sink_tokens: int
     recent_tokens: int | None
 
 
-class BoundPolicy(Stage):
-    """A policy read against one model: which rule (index in `policy.rules`, -1 the windows table, -2 nothing) governs
-    each unit, per phase."""
+class BoundPolicy(Stage, frozen=True, kw_only=True):
+    """A policy read against one model: which rule (index in `policy.rules`, -1 the windows table, -2 nothing)
+    governs each unit, per phase."""
 
     verified: VerifiedPolicy
     model: ModelFacts
@@ -75,7 +78,7 @@ class BoundPolicy(Stage):
     decode_rule: tuple[tuple[int, ...], ...]
 
 
-class BudgetedPolicy(Stage):
+class BudgetedPolicy(Stage, frozen=True, kw_only=True):
     """One retention per unit and phase, native sliding windows already intersected."""
 
     bound: BoundPolicy
@@ -83,20 +86,34 @@ class BudgetedPolicy(Stage):
     decode: tuple[tuple[Retention, ...], ...]
 
 
-class ResidencyClass(Stage):
+class PageSpan(Stage, frozen=True, kw_only=True):
+    """The pages a unit holds at length n: [0, sink_pages) and [n // P - window_pages, ceil(n / P)), clipped
+    to what exists.  For a window of w tokens, `window_pages` = ceil((w - 1) / P): the window lags to the page
+    floor, so that a page-aligned prefix match of n finds a whole window."""
+
+    sink_pages: int
+    window_pages: int | None  # None: every page stays
+
+
+class ResidencyClass(Stage, frozen=True, kw_only=True):
     """Units whose head-pages live and die together.
 
-    At length n a unit of the class holds pages [0, sink_pages) and, for a window of w tokens, pages
-    [n // P - ceil((w - 1) / P), ceil(n / P)): the window lags to the page floor so that a page-aligned prefix match of
-    n finds a whole window.  Windows that differ by less than a page share a class; the exact bound is in `Retention`.
+    Windows that differ by less than a page share a class; the exact bound is in `Retention`.  `sink_pages`
+    and `window_pages` are the span during prefill, and during decode too unless `decode` says that less is
+    enough then.
     """
 
     sink_pages: int
     window_pages: int | None  # None: every page stays
     units: tuple[int, ...]
+    decode: PageSpan | None = None  # None: as in prefill
+
+    @property
+    def prefill(self) -> PageSpan:
+        return PageSpan(sink_pages=self.sink_pages, window_pages=self.window_pages)
 
 
-class LayoutPlan(Stage):
+class LayoutPlan(Stage, frozen=True, kw_only=True):
     """Where rows live, and what it costs, exactly."""
 
     budgeted: BudgetedPolicy
@@ -112,7 +129,7 @@ class LayoutPlan(Stage):
     logical_ratio: int  # logical tokens per full-KV token of the pool
 
 
-class KernelChoice(Stage):
+class KernelChoice(Stage, frozen=True, kw_only=True):
     """The implementation of one op, and why the others were not taken."""
 
     op: str
@@ -120,23 +137,23 @@ class KernelChoice(Stage):
     rejected: tuple[tuple[str, str], ...] = ()  # (implementation, reason)
 
 
-class KernelPlan(Stage):
+class KernelPlan(Stage, frozen=True, kw_only=True):
     layout: LayoutPlan
     device: str
     choices: tuple[KernelChoice, ...]
 
 
-class GraphBucket(Stage):
+class GraphBucket(Stage, frozen=True, kw_only=True):
     batch: int
     static_bytes: int
 
 
-class GraphBuckets(Stage):
+class GraphBuckets(Stage, frozen=True, kw_only=True):
     kernels: KernelPlan
     decode: tuple[GraphBucket, ...]  # empty where the device has no graphs
 
 
-class ExecutionPlan(Stage):
+class ExecutionPlan(Stage, frozen=True, kw_only=True):
     """What the server executes.  Saved as JSON; data only."""
 
     format: Annotated[int, Meta(ge=1)]

@@ -1,0 +1,170 @@
+"""BoundPolicy -> BudgetedPolicy: one retention per unit and phase (KV3xx).
+
+* A union of several `sink` or `recent` terms is the largest of each.
+* A native sliding window of w tokens is a mandatory `recent: w`: the unit keeps the last min(n, w) rows.  Its
+  sinks are
+  dropped: the model was never trained to see rows older than w, and a sink would fall out of the window
+  anyway.
+* Decode may never keep a row that prefill dropped: it is gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvir.lowering.places import NOTHING, WINDOWS, place, rule_name, rule_place
+from kvir.lowering.resolve import Governing
+from kvir.lowering.stages import AttentionLayer, BoundPolicy, BudgetedPolicy, Retention
+from kvir.policy_ir.diagnostic import Label, Report
+from kvir.policy_ir.nodes import All, Policy, Recent, Rule, Sink, Term
+
+EVERYTHING = Retention(sink_tokens=0, recent_tokens=None)
+_EXECUTED_FIELDS = {"keep", "layers", "heads", "phase"}  # fields of a rule that this stage gives a meaning to
+
+Table = tuple[tuple[Retention, ...], ...]  # [layer_index][kv_head]
+
+
+@dataclass(frozen=True)
+class Budget:
+    name: ClassVar[str] = "budget"
+    report: Report
+
+    def __call__(self, bound: BoundPolicy) -> BudgetedPolicy:
+        policy = bound.verified.policy
+        for i, rule in enumerate(policy.rules):
+            self._refuse_unknown(rule, f"$.rules[{i}]")
+        prefill, decode = retentions(bound, bound.prefill_rule), retentions(bound, bound.decode_rule)
+        self._decode_within_prefill(bound, prefill, decode)
+        self._sinks_in_native_windows(bound)
+        return BudgetedPolicy(bound=bound, prefill=prefill, decode=decode)
+
+    def _refuse_unknown(self, rule: Rule, path: str) -> None:
+        for i, term in enumerate(rule.keep):
+            if not isinstance(term, Term):
+                self._refuse(term.__struct_config__.tag, f"{path}.keep[{i}]")
+        for field, default in zip(
+            reversed(rule.__struct_fields__), reversed(rule.__struct_defaults__), strict=False
+        ):
+            if field not in _EXECUTED_FIELDS and getattr(rule, field) != default:
+                self._refuse(field, f"{path}.{field}")
+
+    def _refuse(self, word: object, path: str) -> None:
+        self.report.error(
+            "KV310",
+            f"the runtime cannot execute `{word}` yet (refused by `{self.name}`)",
+            place(self.report, path),
+            help="use `all`, `sink` and `recent`",
+        )
+
+    def _decode_within_prefill(self, bound: BoundPolicy, prefill: Table, decode: Table) -> None:
+        seen: set[tuple[int, int]] = set()
+        for index, layer in enumerate(bound.model.layers):
+            for head in range(layer.kv_heads):
+                rules = bound.prefill_rule[index][head], bound.decode_rule[index][head]
+                before, after = prefill[index][head], decode[index][head]
+                if rules in seen or within(after, before):
+                    continue
+                seen.add(rules)
+                span = rule_place(self.report, rules[1])
+                first = rule_place(self.report, rules[0])
+                self.report.error(
+                    "KV301",
+                    f"decode would keep rows that prefill dropped: layer {layer.layer_id}, head {head} keeps "
+                    f"{words(before)} in prefill by {rule_name(rules[0])}, "
+                    f"and {words(after)} in decode by {rule_name(rules[1])}",
+                    span or first,
+                    labels=(Label(first, "prefill drops rows here"),) if span and first else (),
+                    help="let decode keep at most what prefill keeps: "
+                    "give prefill the larger `sink` and `recent`, or leave `phase` out",
+                )
+
+    def _sinks_in_native_windows(self, bound: BoundPolicy) -> None:
+        """Warn once per rule that loses its sinks to a native window although its own is narrower."""
+        seen: set[int] = set()
+        for governed in (bound.prefill_rule, bound.decode_rule):
+            for index, layer in enumerate(bound.model.layers):
+                for head, rule in enumerate(governed[index]):
+                    own = _asked(bound.verified.policy, rule, index, head)
+                    native = layer.native_window_tokens
+                    if rule in seen or own is None or native is None or own.recent_tokens is None:
+                        continue
+                    if own.sink_tokens and own.recent_tokens < native:
+                        seen.add(rule)
+                        self.report.warning(
+                            "KV302",
+                            f"`sink` has no effect in layer {layer.layer_id}, "
+                            f"whose own sliding window is {native} tokens",
+                            rule_place(self.report, rule),
+                            help="leave the sliding layers out of the rule; they are cheap already",
+                        )
+
+
+def retentions(bound: BoundPolicy, governed: Governing) -> Table:
+    """What each unit keeps, native windows intersected.  Units under a rule that was reported keep
+    everything.
+    """
+    policy = bound.verified.policy
+    per_rule: dict[int, Retention | None] = {i: asked(rule) for i, rule in enumerate(policy.rules)}
+    return tuple(
+        tuple(
+            intersect((per_rule[r] if r >= 0 else _asked(policy, r, index, head)) or EVERYTHING, layer)
+            for head, r in enumerate(governed[index])
+        )
+        for index, layer in enumerate(bound.model.layers)
+    )
+
+
+def asked(rule: Rule) -> Retention | None:
+    """What a rule asks for, or None if it makes no sense (reported already)."""
+    sink, recent = 0, 0
+    for term in rule.keep:
+        match term:
+            case All():
+                return EVERYTHING
+            case Sink(tokens=n):
+                sink = max(sink, n)
+            case Recent(tokens=n):
+                recent = max(recent, n)
+            case _:
+                return None
+    return Retention(sink_tokens=sink, recent_tokens=recent) if recent else None
+
+
+def intersect(retention: Retention, layer: AttentionLayer) -> Retention:
+    """What the unit keeps inside the layer's own sliding window."""
+    native = layer.native_window_tokens
+    if native is None:
+        return retention
+    recent = native if retention.recent_tokens is None else min(native, retention.recent_tokens)
+    return Retention(sink_tokens=0, recent_tokens=recent)
+
+
+def within(inner: Retention, outer: Retention) -> bool:
+    """Whether `inner` keeps no row that `outer` drops, at any length."""
+    if outer.recent_tokens is None:
+        return True
+    if inner.recent_tokens is None:
+        return False
+    return inner.sink_tokens <= outer.sink_tokens and inner.recent_tokens <= outer.recent_tokens
+
+
+def words(retention: Retention) -> str:
+    """`sink 4, recent 1024`, for people."""
+    if retention.recent_tokens is None:
+        return "all"
+    sink = f"sink {retention.sink_tokens}, " if retention.sink_tokens else ""
+    return f"{sink}recent {retention.recent_tokens}"
+
+
+def _asked(policy: Policy, rule: int, index: int, head: int) -> Retention | None:
+    """What the governing rule asks of one unit."""
+    if rule >= 0:
+        return asked(policy.rules[rule])
+    if rule == NOTHING or policy.windows is None:
+        return EVERYTHING
+    assert rule == WINDOWS
+    window = policy.windows.table[index][head]
+    if window is None:
+        return EVERYTHING
+    return Retention(sink_tokens=policy.windows.sink, recent_tokens=window)
