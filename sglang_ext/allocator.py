@@ -1,0 +1,252 @@
+"""SGLang's paged allocator, unchanged for logical token ids, with head-pages given and taken beside them."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+
+from kvir.lowering import footprint
+from kvir.sglang_ext.admission import KvirPrefillBudget
+from kvir.sglang_ext.evidence import Evidence
+from kvir.sglang_ext.geometry import IntArray
+from kvir.sglang_ext.requests import Landmarks, RequestState
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+    from kvir.sglang_ext.pool import KvirPool
+    from kvir.sglang_ext.prefix import KvirRadixCache
+
+logger = logging.getLogger(__name__)
+
+
+class KvirAllocator(PagedTokenToKVPoolAllocator):
+    """`available_size()` stays logical (SGLang's leak checker adds it up); physical limits are enforced in the capacity
+    questions: `check_decode_capacity`, the prefill budget, `max_new_tokens_for_memory`."""
+
+    def __init__(
+        self, size: int, dtype: torch.dtype, device: str, pool: KvirPool, *, need_sort: bool, debug: bool
+    ) -> None:
+        self.pool = pool
+        self.residency = pool.residency
+        self.layout = pool.plan.layout
+        self.evidence = Evidence(pool)
+        self.debug = debug
+        self.tree: KvirRadixCache | None = None
+        self._extending: list[tuple[RequestState, int, int]] = []
+        self._decoding: list[RequestState] = []
+        self._verified_version = -1
+        if debug:
+            self.residency.pool.freed_log = []
+        super().__init__(size, self.layout.page_tokens, dtype, device, pool, need_sort)
+
+    def clear(self) -> None:
+        super().clear()
+        self.pool.reset_residency()
+        if self.debug:
+            self.residency.pool.freed_log = []
+
+    # ---- before an allocation: requests open, windows slide -----------------------------------------------------------
+
+    def prepare(self, batch: ScheduleBatch) -> None:
+        """Called from the hook on `ScheduleBatch.maybe_evict_swa`, the first statement of both allocation functions: the
+        only place before an allocation that knows the requests."""
+        res = self.residency
+        self.tree = batch.tree_cache  # type: ignore[assignment]
+        if batch.forward_mode.is_decode():
+            res.begin_step(extend=False)
+            self._decoding = [res.requests[id(req.kv)] for req in batch.reqs]
+            for state, req in zip(self._decoding, batch.reqs, strict=True):
+                res.slide(state, req.kv.kv_committed_len)
+            return
+        res.begin_step(extend=True)
+        self._extending = []
+        for req, start, length in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+            state = res.requests.get(id(req.kv))
+            if state is None:
+                state = self._open(req, start)
+            self._extending.append((state, start, start + length))
+        for position, (state, start, _) in enumerate(self._extending):
+            if start % self.page_size:
+                res.note_partial_page(position, state, start)
+        for state, _, end in self._extending:
+            res.slide(state, end)
+
+    def _open(self, req: Req, prefix_tokens: int) -> RequestState:
+        pages: list[int] = []
+        if prefix_tokens:
+            if self.tree is None:
+                raise RuntimeError("kvir: a matched prefix without a tree")
+            ids = self.tree.prefix_device_indices(req)[: prefix_tokens : self.page_size]
+            pages = (ids // self.page_size).tolist()
+        prompt_tokens = len(req.full_untruncated_fill_ids)
+        branch = getattr(req, "kvir_branch_page", None)
+        landmarks = Landmarks(
+            prompt_page=prompt_tokens // self.page_size,
+            branch_page=branch if branch is not None and branch > len(pages) else None,
+        )
+        state = self.residency.open(req.kv, pages, prefix_tokens, landmarks)
+        state.prompt_tokens = prompt_tokens
+        state.max_new_tokens = max(0, req.sampling_params.max_new_tokens - len(req.output_ids))
+        state.rid = req.rid
+        state.retractions = req.retraction_count
+        state.cached_tokens = prefix_tokens
+        return state
+
+    # ---- allocation ---------------------------------------------------------------------------------------------------
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+    ) -> torch.Tensor | None:
+        res = self.residency
+        if [end for _, _, end in self._extending] != seq_lens_cpu.tolist():
+            raise RuntimeError("kvir: the batch being allocated is not the batch that was prepared")
+        # windows before branch points are worth having, not worth evicting running work for
+        hold_branch = any(state.landmarks.branch_page is not None for state, _, _ in self._extending)
+        if hold_branch:
+            hold_branch = res.make_room_for_extend(self._needed(hold_branch=True), None, interior_only=True)
+        if not hold_branch and not res.make_room_for_extend(self._needed(hold_branch=False), self.tree):
+            logger.error("kvir: no room for a prefill chunk: %s", self.evidence.pool_line())
+            return None
+        out = super().alloc_extend(
+            prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages
+        )
+        if out is None:
+            return None
+        done = 0
+        for state, start, end in self._extending:
+            first_new = -(-start // self.page_size) * self.page_size
+            ids = out[done + first_new - start : done + end - start : self.page_size]
+            res.grow(state, (ids // self.page_size).tolist(), end, hold_branch=hold_branch)
+            done += end - start
+        self._end_step()
+        return out
+
+    def _needed(self, *, hold_branch: bool) -> IntArray:
+        total = np.zeros(self.residency.geometry.layer_count, np.int64)
+        for state, _, end in self._extending:
+            total += self.residency.needed_per_layer(state, end, hold_branch=hold_branch)
+        return total
+
+    def alloc_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> torch.Tensor | None:
+        res = self.residency
+        lens: list[int] = seq_lens_cpu.tolist()
+        opening = [i for i, n in enumerate(lens) if n % self.page_size == 1]
+        if opening and not res.make_room(len(opening) * self.layout.unit_count, self.tree):
+            logger.error("kvir: no room for a decode step: %s", self.evidence.pool_line())
+            return None
+        out = super().alloc_decode(seq_lens, seq_lens_cpu, last_loc)
+        if out is None:
+            return None
+        for i in opening:
+            res.grow(self._decoding[i], [int(out[i]) // self.page_size], lens[i], hold_branch=False)
+        self._end_step()
+        return out
+
+    def _end_step(self) -> None:
+        self.residency.end_step()
+        if self.debug:
+            self._check()
+
+    def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
+        """The one choke point of every logical free."""
+        super()._release_page_ids(*page_ids)
+        for ids in page_ids:
+            self.residency.release(ids.cpu().numpy())
+
+    # ---- capacity questions -------------------------------------------------------------------------------------------
+
+    def create_prefill_budget(
+        self, tree_cache: KvirRadixCache, *, num_mixed_decode_tokens: int = 0
+    ) -> KvirPrefillBudget:
+        self.tree = tree_cache
+        return KvirPrefillBudget(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
+
+    def check_decode_capacity(
+        self,
+        *,
+        num_tokens: int,
+        tree_cache: KvirRadixCache,
+        requests: list[Req] | None = None,
+        spec_algorithm: object = None,
+    ) -> bool:
+        """False makes SGLang's own retraction run; it converges on this same question."""
+        logical = super().check_decode_capacity(num_tokens=num_tokens, tree_cache=tree_cache)
+        res = self.residency
+        res.begin_step(extend=False)
+        opening = 0
+        for req in requests or []:
+            length = req.kv.kv_committed_len
+            res.slide(res.requests[id(req.kv)], length)
+            opening += length % self.page_size == 0
+        physical = res.make_room(opening * self.layout.unit_count, tree_cache)
+        if not physical:
+            res.counters["decode_shortfalls"] += 1
+        return logical and physical
+
+    def max_new_tokens_for_memory(
+        self, input_tokens: int, max_new_tokens: int, **kwargs: object
+    ) -> int | None:
+        """Clip a generation to what the empty pool could hold; None refuses the prompt."""
+        logical = super().max_new_tokens_for_memory(input_tokens, max_new_tokens, **kwargs)  # type: ignore[arg-type]
+        limit = self.pool.head_page_count
+        if logical is None or footprint.peak_pages(self.layout, input_tokens + 1) > limit:
+            return None
+        fits, too_many = 0, logical + 1
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if footprint.peak_pages(self.layout, input_tokens + middle) <= limit:
+                fits = middle
+            else:
+                too_many = middle
+        return fits
+
+    # ---- checks -------------------------------------------------------------------------------------------------------
+
+    def verify_byte_accounting(self) -> list[str]:
+        """SGLang asks at every idle turn of its loop: recount only when something changed."""
+        res = self.residency
+        if res.version == self._verified_version:
+            return []
+        self._verified_version = res.version
+        self.evidence.push_metrics()
+        return violations(self)
+
+    def _check(self) -> None:
+        found = violations(self)
+        if found:
+            raise RuntimeError("kvir: conservation broken: " + "; ".join(found))
+
+
+def violations(allocator: KvirAllocator) -> list[str]:
+    """Every invariant of the residency, recounted from scratch; empty when healthy."""
+    res = allocator.residency
+    found = res.pool.violations()
+    size = res.geometry.class_size
+    resident = int(res.alive.sum(0) @ size)
+    idle = int((res.alive & (res.cover == 0)).sum(0) @ size)
+    if resident != res.pool.resident:
+        found.append(f"alive cells hold {resident} head-pages, the pool says {res.pool.resident}")
+    if idle != res.idle_head_pages:
+        found.append(f"idle head-pages: counted {idle}, kept {res.idle_head_pages}")
+    listed = res.table[res.table >= 0]
+    if len(listed) != resident or len(np.unique(listed)) != resident:
+        found.append("the residency table disagrees with the alive cells")
+    if (res.cover > 0)[~res.alive].any():
+        found.append("a covered cell is absent")
+    if not res.requests and res.cover.any():
+        found.append("cells are covered, but no request runs")
+    return found

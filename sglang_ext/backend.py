@@ -1,0 +1,161 @@
+"""The attention backend: brings the device table up to date, then reads and writes through it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType
+
+from kvir.kernels import dispatch
+from kvir.sglang_ext.pool import KvirPool
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class KvirAttentionBackend(AttentionBackend):
+    """Decode and extend through the residency table; one kernel call per layer and op."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__()
+        pool = runner.token_to_kv_pool
+        if not isinstance(pool, KvirPool):
+            raise RuntimeError(
+                f"kvir: the KV pool is a {type(pool).__name__}; the hook that builds it did not bind"
+            )
+        self.pool = pool
+        self.debug = runner.token_to_kv_pool_allocator.debug
+        self.req_to_token = runner.req_to_token_pool.req_to_token
+        self.page_tokens = pool.page_size
+        self.kv_heads = pool.plan.layout.kv_heads
+        self.head_dim = pool.plan.layout.head_dim
+        self.layer_index = {layer.layer_id: i for i, layer in enumerate(pool.plan.model.layers)}
+        chosen = {choice.op: choice.implementation for choice in pool.plan.choices}
+        self.kernels = dispatch.choose("ref")
+        self._pages = torch.empty((0, 0), dtype=torch.int32)
+        self._lens = torch.empty(0, dtype=torch.int32)
+        self._extends = self._lens
+        self._slots = torch.empty(0, dtype=torch.int64)
+
+    # ---- once per forward -------------------------------------------------------------------------------------------
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        pool = self.pool
+        shadows = pool.residency.deltas.apply(pool.table, pool.shadow_base)
+        if self.debug:
+            self._poison()
+        rows = forward_batch.req_pool_indices
+        self._slots = forward_batch.out_cache_loc
+        if forward_batch.forward_mode.is_decode():
+            self._lens = forward_batch.seq_lens.to(torch.int32)
+            longest = int(forward_batch.seq_lens_cpu.max())
+            self._pages = self._logical_pages(rows, longest)
+            return
+        self._lens = forward_batch.extend_prefix_lens.to(torch.int32)
+        self._extends = forward_batch.extend_seq_lens.to(torch.int32)
+        prefix_lens: list[int] = list(forward_batch.extend_prefix_lens_cpu)
+        self._pages = self._logical_pages(rows, max(prefix_lens, default=0))
+        for position in shadows:
+            # the page that the prefix ends in is rewritten by this very forward: read its old row
+            self._pages[position, prefix_lens[position] // self.page_tokens] = pool.shadow_base + position
+
+    def _logical_pages(self, rows: torch.Tensor, tokens: int) -> torch.Tensor:
+        """int32 [B, pages]: the logical page of every P tokens of each request."""
+        span = max(tokens, 1)
+        return (
+            (self.req_to_token[rows, : span : self.page_tokens] // self.page_tokens)
+            .to(torch.int32)
+            .contiguous()
+        )
+
+    def _poison(self) -> None:
+        freed = self.pool.residency.pool.take_freed_log()
+        if len(freed):
+            self.pool.kv[torch.from_numpy(freed.astype(np.int64))] = float("nan")
+
+    # ---- once per layer ---------------------------------------------------------------------------------------------
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        q, k, v, unit0 = self._views(q, k, v, layer, save_kv_cache, kwargs)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        holes = self.kernels.attend_extend(
+            q, k, v, self.pool.cache, self._pages, self._lens, self._extends, self.pool.prefill_bounds, unit0,
+            layer.scaling, layer.logit_cap, out,
+        )  # fmt: skip
+        # after all reads of the layer: quarantined head-pages may be reused here
+        self.kernels.append(k, v, self.pool.cache, self._slots, unit0)
+        return self._checked(out, holes, layer)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        q, k, v, unit0 = self._views(q, k, v, layer, save_kv_cache, kwargs)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.kernels.append(k, v, self.pool.cache, self._slots, unit0)
+        holes = self.kernels.attend_decode(
+            q, self.pool.cache, self._pages, self._lens, self.pool.decode_bounds, unit0, self.kv_heads, layer.scaling,
+            layer.logit_cap, out,
+        )  # fmt: skip
+        return self._checked(out, holes, layer)
+
+    def _views(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        save_kv_cache: bool,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """[T, heads, D] views and the layer's first unit; what kvir does not compute is refused here."""
+        if k is None or v is None or not save_kv_cache or kwargs or layer.attn_type != AttentionType.DECODER:
+            self._unsupported(layer, kwargs)
+        index = self.layer_index[layer.layer_id]
+        return (
+            q.view(q.shape[0], -1, self.head_dim),
+            k.view(k.shape[0], self.kv_heads, self.head_dim),
+            v.view(v.shape[0], self.kv_heads, self.head_dim),
+            index * self.kv_heads,
+        )
+
+    def _unsupported(self, layer: RadixAttention, kwargs: dict[str, Any]) -> NoReturn:
+        raise NotImplementedError(
+            f"kvir: layer {layer.layer_id} asks for attention that kvir does not compute "
+            f"(type {layer.attn_type}, extra arguments {sorted(kwargs)})"
+        )
+
+    def _checked(self, out: torch.Tensor, holes: int, layer: RadixAttention) -> torch.Tensor:
+        if holes:
+            raise RuntimeError(f"kvir: layer {layer.layer_id} needed {holes} rows that are not resident")
+        if self.debug and torch.isnan(out).any():
+            raise RuntimeError(f"kvir: layer {layer.layer_id} read a freed head-page")
+        return out.view(out.shape[0], -1)
+
+    # ---- what SGLang asks of a backend -------------------------------------------------------------------------------
+
+    def support_triton(self) -> bool:
+        return False
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1

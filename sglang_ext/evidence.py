@@ -1,0 +1,125 @@
+"""What the policy did, for people and for tests: a policy that silently did nothing must be visible."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvir.sglang_ext.pool import KvirPool
+    from kvir.sglang_ext.requests import RequestState
+
+FINISHED_KEPT = 256
+
+# Prometheus name -> (help text, key in `Evidence.gauges()`)
+METRICS: dict[str, str] = {
+    "kvir_pool_bytes": "bytes of the head-page pool",
+    "kvir_covered_bytes": "bytes that running requests read",
+    "kvir_idle_bytes": "bytes kept as prefix cache only",
+    "kvir_free_bytes": "bytes free now",
+    "kvir_full_kv_bytes": "bytes that full KV of the running requests would need",
+    "kvir_peak_covered_bytes": "largest kvir_covered_bytes so far",
+    "kvir_peak_full_kv_bytes": "largest kvir_full_kv_bytes so far",
+    "kvir_rows_never_written": "rows that their unit's policy dropped before they were written",
+    "kvir_pages_slid": "(page, class) cells that slid out of a window",
+    "kvir_tombstoned": "cells reclaimed from the prefix cache",
+    "kvir_healed": "cells of the prefix cache restored by a recomputation",
+    "kvir_matches_shortened": "prefix matches cut to a prefix that is still whole",
+    "kvir_admissions_deferred": "requests that waited for head-pages",
+    "kvir_decode_shortfalls": "decode steps that ran out of head-pages",
+}
+
+
+class Evidence:
+    def __init__(self, pool: KvirPool) -> None:
+        self._pool = pool
+        self._finished: deque[dict[str, Any]] = deque(maxlen=FINISHED_KEPT)
+        self.gauge_objects: dict[str, Any] = {}  # Prometheus gauges, with --enable-metrics
+
+    def push_metrics(self) -> None:
+        if self.gauge_objects:
+            for name, value in self.gauges().items():
+                self.gauge_objects[name].set(value)
+
+    def note_end(self, state: RequestState | None) -> None:
+        """A request's residency is about to end."""
+        if state is None:
+            return
+        res, geo = self._pool.residency, self._pool.residency.geometry
+        full = len(state.pages) * geo.unit_count
+        held = res.covered_by(state)
+        self._finished.append(
+            {
+                "rid": state.rid,
+                "prompt_tokens": state.prompt_tokens,
+                "cached_tokens": state.cached_tokens,
+                "pages": len(state.pages),
+                "head_pages_held": held,
+                "head_pages_full": full,
+                "bytes_held": held * self._pool.head_page_bytes,
+                "bytes_full": full * self._pool.head_page_bytes,
+                "retractions": state.retractions,
+            }
+        )
+        self.push_metrics()
+
+    def gauges(self) -> dict[str, int]:
+        res, size = self._pool.residency, self._pool.head_page_bytes
+        units, count = res.geometry.unit_count, res.counters
+        return {
+            "kvir_pool_bytes": res.pool.size * size,
+            "kvir_covered_bytes": res.covered_head_pages * size,
+            "kvir_idle_bytes": res.idle_head_pages * size,
+            "kvir_free_bytes": (res.pool.free + res.pool.quarantined) * size,
+            "kvir_full_kv_bytes": res.pages_in_use * units * size,
+            "kvir_peak_covered_bytes": res.peak_covered * size,
+            "kvir_peak_full_kv_bytes": res.peak_pages_in_use * units * size,
+            "kvir_rows_never_written": count["rows_never_written"] * res.geometry.page_tokens,
+            "kvir_pages_slid": count["slid_private"] + count["slid_tree"],
+            "kvir_tombstoned": count["tombstoned"] + count["tombstoned_at_once"],
+            "kvir_healed": count["healed"],
+            "kvir_matches_shortened": count["matches_shortened"],
+            "kvir_admissions_deferred": count["admissions_deferred"],
+            "kvir_decode_shortfalls": count["decode_shortfalls"],
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """JSON-ready; shown under `kvir` in the server's internal state."""
+        res, plan = self._pool.residency, self._pool.plan
+        return {
+            "plan": plan.policy.name,
+            "fingerprint": plan.fingerprint,
+            "kernels": {choice.op: choice.implementation for choice in plan.choices},
+            "head_page_bytes": self._pool.head_page_bytes,
+            "physical_tokens": self._pool.physical_tokens,
+            "logical_tokens": self._pool.size,
+            "head_pages": {
+                "pool": res.pool.size,
+                "free": res.pool.free,
+                "quarantined": res.pool.quarantined,
+                "covered": res.covered_head_pages,
+                "idle": res.idle_head_pages,
+                "peak_resident": res.peak_resident,
+                "peak_covered": res.peak_covered,
+                "peak_full_kv": res.peak_pages_in_use * res.geometry.unit_count,
+            },
+            "running": [
+                {
+                    "rid": state.rid,
+                    "pages": len(state.pages),
+                    "head_pages_held": res.covered_by(state),
+                    "cached_tokens": state.cached_tokens,
+                }
+                for state in res.requests.values()
+            ],
+            "finished": list(self._finished),
+            "counters": {name: int(value) for name, value in sorted(res.counters.items())},
+            "metrics": self.gauges(),
+        }
+
+    def pool_line(self) -> str:
+        res = self._pool.residency
+        return (
+            f"{res.pool.free} free + {res.pool.quarantined} quarantined + {res.idle_head_pages} idle + "
+            f"{res.covered_head_pages} covered of {res.pool.size} head-pages, {len(res.requests)} requests"
+        )

@@ -1,0 +1,149 @@
+"""Every place where kvir touches SGLang 0.5.23, in one table.  Audit this file.
+
+Method hooks go through SGLang's own HookRegistry; resolution hooks, the attention backend and the tree through its own
+registries.  A hook does nothing when the server was started without `--kv-ir`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+NAME = "kvir"
+SRT = "sglang.srt."
+DEBUG_VARIABLE = "KVIR_DEBUG"  # poison freed head-pages, look for NaN, recount after every step
+
+
+@dataclass(frozen=True)
+class Hook:
+    target: str  # path below sglang.srt
+    kind: Literal["around", "after"]
+    function: Callable[..., Any]
+    why: str
+
+
+def _plan() -> Any:
+    from kvir.sglang_ext.server_args import stored_plan
+
+    return stored_plan()
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------
+
+
+def size_pool(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    config = original(self, *args, **kwargs)
+    plan = _plan()
+    if plan is None:
+        return config
+    page = plan.layout.page_tokens
+    physical = config.max_total_num_tokens // page * page
+    return dataclasses.replace(config, max_total_num_tokens=physical * plan.layout.logical_ratio)
+
+
+def build_pool(
+    original: Callable[..., Any], self: Any, *, sizes: Any, req_to_token_pool: Any, **kwargs: Any
+) -> Any:
+    plan = _plan()
+    if plan is None:
+        return original(self, sizes=sizes, req_to_token_pool=req_to_token_pool, **kwargs)
+    from kvir.sglang_ext.pool import KvirPool
+
+    return KvirPool(
+        plan,
+        logical_tokens=sizes.max_total_num_tokens,
+        physical_tokens=sizes.max_total_num_tokens // plan.layout.logical_ratio,
+        shadow_rows=req_to_token_pool.req_to_token.shape[0],
+        dtype=self.kv_cache_dtype,
+        device=self.device,
+    )
+
+
+def build_allocator(
+    original: Callable[..., Any], self: Any, *, sizes: Any, token_to_kv_pool: Any, **kwargs: Any
+) -> Any:
+    if _plan() is None:
+        return original(self, sizes=sizes, token_to_kv_pool=token_to_kv_pool, **kwargs)
+    from kvir.sglang_ext.allocator import KvirAllocator
+
+    return KvirAllocator(
+        sizes.max_total_num_tokens,
+        self.kv_cache_dtype,
+        self.device,
+        token_to_kv_pool,
+        need_sort=False,
+        debug=os.environ.get(DEBUG_VARIABLE) == "1",
+    )
+
+
+# ---- scheduling -------------------------------------------------------------------------------------------------
+
+
+def prepare_allocation(_result: Any, batch: Any) -> None:
+    prepare = getattr(batch.token_to_kv_pool_allocator, "prepare", None)
+    if prepare is not None:
+        prepare(batch)
+
+
+def tell_budget(original: Callable[..., Any], self: Any, req: Req, *args: Any, **kwargs: Any) -> Any:
+    from kvir.sglang_ext.admission import KvirPrefillBudget, shared_credit
+
+    budget = self.memory_budget
+    if isinstance(budget, KvirPrefillBudget):
+        budget.new_token_ratio = self.new_token_ratio
+        budget.credit_head_pages = 0
+        if req.prefix_len:
+            ids = budget.tree_cache.prefix_device_indices(req)[: req.prefix_len : budget.page_size]
+            budget.credit_head_pages = shared_credit(budget, (ids // budget.page_size).cpu().numpy())
+    return original(self, req, *args, **kwargs)
+
+
+def namespace_request(_result: Any, self: Req, *_args: Any, **_kwargs: Any) -> None:
+    plan = _plan()
+    if plan is not None:
+        self.extra_key = f"{self.extra_key or ''}|{NAME}:{plan.fingerprint[:16]}"
+
+
+# ---- evidence ---------------------------------------------------------------------------------------------------
+
+
+def add_internal_state(result: Any, self: Any, *_args: Any) -> Any:
+    evidence = getattr(self.scheduler.token_to_kv_pool_allocator, "evidence", None)
+    if evidence is None:
+        return None
+    result.internal_state[NAME] = evidence.snapshot()
+    return result
+
+
+def after_scheduler_init(_result: Any, self: Any, *_args: Any, **_kwargs: Any) -> None:
+    from kvir.sglang_ext.metrics import publish_metrics
+    from kvir.sglang_ext.selfcheck import check_scheduler
+
+    if _plan() is not None:
+        check_scheduler(self)
+        publish_metrics(self)
+
+
+CONFIGURATOR = "mem_cache.kv_cache_configurator.KVCacheConfigurator."
+HOOKS: tuple[Hook, ...] = (
+    Hook(CONFIGURATOR + "config_from_budget", "around", size_pool,
+         "the same bytes as stock, and more logical token ids than could be resident in full"),
+    Hook(CONFIGURATOR + "_build_token_to_kv_pool", "around", build_pool, "the head-page pool"),
+    Hook(CONFIGURATOR + "_build_token_to_kv_pool_allocator", "around", build_allocator, "the allocator beside it"),
+    Hook("managers.schedule_batch.ScheduleBatch.maybe_evict_swa", "after", prepare_allocation,
+         "first statement of both allocation functions: requests open, windows slide"),
+    Hook("managers.schedule_policy.PrefillAdder.add_one_req", "around", tell_budget,
+         "the budget's question does not name the request: shared prefixes are credited here"),
+    Hook("managers.schedule_batch.Req.__init__", "after", namespace_request,
+         "the plan's fingerprint is part of the prefix-cache key"),
+    Hook("managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state", "after",
+         add_internal_state, "evidence in /server_info"),
+    Hook("managers.scheduler.Scheduler.__init__", "after", after_scheduler_init,
+         "the self-check, once everything is built"),
+)  # fmt: skip

@@ -1,0 +1,99 @@
+"""The pool: one flat tensor of head-pages for all layers and heads, reachable only through the residency table."""
+
+from __future__ import annotations
+
+import logging
+from typing import NoReturn
+
+import torch
+from sglang.srt.mem_cache.memory_pool import KVCache
+
+from kvir.kernels.ops import FULL, Bounds, Cache
+from kvir.lowering.stages import ExecutionPlan, Retention
+from kvir.sglang_ext.geometry import Geometry
+from kvir.sglang_ext.residency import Residency
+
+logger = logging.getLogger(__name__)
+
+
+class KvirPool(KVCache):
+    """Physical memory of `physical_tokens` full-KV tokens behind `logical_tokens` logical token ids.
+
+    SGLang's dense getters raise: whatever would touch the pool past the residency table is a bug.
+    """
+
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        *,
+        logical_tokens: int,
+        physical_tokens: int,
+        shadow_rows: int,
+        dtype: torch.dtype,
+        device: str,
+    ) -> None:
+        layout = plan.layout
+        page_tokens = layout.page_tokens
+        geometry = Geometry(layout)
+        super().__init__(logical_tokens, page_tokens, dtype, geometry.layer_count, device, False)
+        self.plan = plan
+        self.physical_tokens = physical_tokens
+        self.head_page_count = physical_tokens // page_tokens * layout.unit_count
+        # logical page ids run from 1 (SGLang keeps 0 for padded tokens); spare rows behind them hold shadows
+        page_count = logical_tokens // page_tokens + 1
+        self.shadow_base = page_count
+        self.residency = Residency(geometry, page_count, self.head_page_count)
+        self.kv = torch.zeros(
+            (self.head_page_count, 2, page_tokens, layout.head_dim), dtype=dtype, device=device
+        )
+        self.table = torch.full(
+            (page_count + shadow_rows, layout.unit_count), -1, dtype=torch.int32, device=device
+        )
+        self.cache = Cache(kv=self.kv, table=self.table)
+        self.prefill_bounds = _bounds(plan.budgeted.prefill, device)
+        self.decode_bounds = _bounds(plan.budgeted.decode, device)
+        self.mem_usage = self.kv.numel() * self.kv.element_size() / (1 << 30)
+        logger.info(
+            "kvir: plan %r: %d head-pages of %d bytes = %.1f MiB, table %.1f MiB, %d logical tokens, %d classes",
+            plan.policy.name,
+            self.head_page_count,
+            self.head_page_bytes,
+            self.kv.numel() * self.kv.element_size() / 2**20,
+            self.table.numel() * 4 / 2**20,
+            logical_tokens,
+            geometry.class_count,
+        )
+
+    @property
+    def head_page_bytes(self) -> int:
+        return self.kv[0].numel() * self.kv.element_size()
+
+    def reset_residency(self) -> None:
+        self.residency.reset()
+        self.table.fill_(-1)
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        half = self.kv.numel() * self.kv.element_size() // 2
+        return half, half
+
+    def _no_dense_view(self, *_args: object, **_kwargs: object) -> NoReturn:
+        raise NotImplementedError(
+            "kvir: the pool has no dense buffers; rows are reached through the residency table"
+        )
+
+    get_key_buffer = _no_dense_view
+    get_value_buffer = _no_dense_view
+    get_kv_buffer = _no_dense_view
+    set_kv_buffer = _no_dense_view
+
+
+def _bounds(retention: tuple[tuple[Retention, ...], ...], device: str) -> Bounds:
+    units = [unit for layer in retention for unit in layer]
+    return Bounds(
+        sink=torch.tensor([u.sink_tokens for u in units], dtype=torch.int32, device=device),
+        recent=torch.tensor(
+            [FULL if u.recent_tokens is None else u.recent_tokens for u in units],
+            dtype=torch.int32,
+            device=device,
+        ),
+    )

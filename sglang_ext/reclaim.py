@@ -1,0 +1,78 @@
+"""What to give up when head-pages are needed, and in which order.
+
+1. *Interior* pages: slid out of a window somewhere inside a prefix the tree owns.  Oldest first.
+2. Leaves of the prefix tree, least recently used first (the tree's own eviction).
+3. *Tail* pages: the windows that end at prompt ends and branch points.  They are what makes a shared prefix findable
+   again, so they go last.
+
+An entry carries the epoch of its (page, class) cell: a cell that was covered again since is not reclaimable through an old
+entry.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from kvir.sglang_ext.geometry import IntArray
+
+if TYPE_CHECKING:
+    from kvir.sglang_ext.residency import Residency
+
+Entry = tuple[int, int, int]  # page, class, epoch
+EVICT_PAGES_PER_CALL = 16
+
+
+class EvictableTree(Protocol):
+    """The one thing the reclaimer asks of the prefix tree."""
+
+    def evict_pages(self, pages: int) -> int:
+        """Evict about `pages` logical pages, least recently used first; returns how many went."""
+        ...
+
+
+class Reclaimer:
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+        self.clear()
+
+    def clear(self) -> None:
+        self._interior: deque[Entry] = deque()
+        self._tails: deque[Entry] = deque()
+
+    def add(self, entries: list[Entry], *, tail: bool) -> None:
+        (self._tails if tail else self._interior).extend(entries)
+
+    def make_room(self, wanted: int, tree: EvictableTree | None, *, interior_only: bool = False) -> bool:
+        """Free head-pages until `wanted` can be taken; False if that is not possible."""
+        res = self._residency
+        if res.pool.free >= wanted:
+            return True
+        self._drop(self._interior, wanted)
+        if interior_only:
+            return res.pool.free >= wanted
+        while res.pool.free < wanted and tree is not None:
+            res.counters["tree_evictions"] += 1
+            if tree.evict_pages(EVICT_PAGES_PER_CALL) == 0:
+                break
+        self._drop(self._tails, wanted)
+        if res.pool.free < wanted:
+            self._drop(deque(res.idle_window_cells()), wanted)
+        return res.pool.free >= wanted
+
+    def _drop(self, queue: deque[Entry], wanted: int) -> None:
+        res = self._residency
+        while queue and res.pool.free < wanted:
+            page, c, epoch = queue.popleft()
+            if res.epoch[page, c] != epoch or not res.is_reclaimable(page, c):
+                res.counters["stale_entries"] += 1
+                continue
+            res.drop_idle(np.array([page]), c)
+            res.counters["tombstoned"] += 1
+
+
+def missing_per_layer(needed: IntArray, quarantined: IntArray) -> int:
+    """Head-pages that must come from the free stack when layer l needs needed[l] and may reuse quarantined[l]."""
+    return int(np.maximum(needed - quarantined, 0).sum())
