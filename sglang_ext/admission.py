@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 class KvirPrefillBudget(PrefillBudget):
     """One prefill pass.
 
-    Available = free + quarantined + idle head-pages, less the growth still owed to running requests.  A request's own idle
-    prefix counts in what is available and in what it needs, so nothing is counted twice.  Growth of a request still in
-    prefill is owed in full; while decoding, in the ratio that SGLang itself expects of generations (`new_token_ratio`).
+    Available = free + quarantined + idle head-pages, less the growth still owed to running requests.  A
+    request's own idle prefix counts in what is available and in what it needs, so nothing is counted twice.
+    Growth of a request still in prefill is owed in full; while decoding, in the ratio that SGLang itself
+    expects of generations (`new_token_ratio`).
     """
 
     def __init__(self, allocator: KvirAllocator, tree_cache: KvirRadixCache, **kwargs: Any) -> None:
@@ -73,8 +74,9 @@ class KvirPrefillBudget(PrefillBudget):
 
 
 def shared_credit(budget: KvirPrefillBudget, pages: Any) -> int:
-    """Head-pages of a matched prefix (`pages`: its logical pages) that running requests cover and that the candidate needs
-    to its end too: those of full classes, and sinks."""
+    """Head-pages of a matched prefix (`pages`: its logical pages) that running requests cover and that the
+    candidate needs to its end too: those of full classes, and sinks.
+    """
     res = budget._residency
     geo = res.geometry
     total = 0

@@ -25,8 +25,9 @@ logger = logging.getLogger(__name__)
 
 
 class KvirAllocator(PagedTokenToKVPoolAllocator):
-    """`available_size()` stays logical (SGLang's leak checker adds it up); physical limits are enforced in the capacity
-    questions: `check_decode_capacity`, the prefill budget, `max_new_tokens_for_memory`."""
+    """`available_size()` stays logical (SGLang's leak checker adds it up); physical limits are enforced in
+    the capacity questions: `check_decode_capacity`, the prefill budget, `max_new_tokens_for_memory`.
+    """
 
     def __init__(
         self, size: int, dtype: torch.dtype, device: str, pool: KvirPool, *, need_sort: bool, debug: bool
@@ -50,11 +51,12 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         if self.debug:
             self.residency.pool.freed_log = []
 
-    # ---- before an allocation: requests open, windows slide -----------------------------------------------------------
+    # ---- before an allocation: requests open, windows slide ------------------------------------------------
 
     def prepare(self, batch: ScheduleBatch) -> None:
-        """Called from the hook on `ScheduleBatch.maybe_evict_swa`, the first statement of both allocation functions: the
-        only place before an allocation that knows the requests."""
+        """Called from the hook on `ScheduleBatch.maybe_evict_swa`, the first statement of both allocation
+        functions: the only place before an allocation that knows the requests.
+        """
         res = self.residency
         self.tree = batch.tree_cache  # type: ignore[assignment]
         if batch.forward_mode.is_decode():
@@ -97,7 +99,7 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         state.cached_tokens = prefix_tokens
         return state
 
-    # ---- allocation ---------------------------------------------------------------------------------------------------
+    # ---- allocation ----------------------------------------------------------------------------------------
 
     def alloc_extend(
         self,
@@ -167,7 +169,7 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         for ids in page_ids:
             self.residency.release(ids.cpu().numpy())
 
-    # ---- capacity questions -------------------------------------------------------------------------------------------
+    # ---- capacity questions --------------------------------------------------------------------------------
 
     def create_prefill_budget(
         self, tree_cache: KvirRadixCache, *, num_mixed_decode_tokens: int = 0
@@ -214,7 +216,7 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
                 too_many = middle
         return fits
 
-    # ---- checks -------------------------------------------------------------------------------------------------------
+    # ---- checks --------------------------------------------------------------------------------------------
 
     def verify_byte_accounting(self) -> list[str]:
         """SGLang asks at every idle turn of its loop: recount only when something changed."""

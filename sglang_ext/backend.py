@@ -42,7 +42,7 @@ class KvirAttentionBackend(AttentionBackend):
         self._extends = self._lens
         self._slots = torch.empty(0, dtype=torch.int64)
 
-    # ---- once per forward -------------------------------------------------------------------------------------------
+    # ---- once per forward ----------------------------------------------------------------------------------
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         pool = self.pool
@@ -78,7 +78,7 @@ class KvirAttentionBackend(AttentionBackend):
         if len(freed):
             self.pool.kv[torch.from_numpy(freed.astype(np.int64))] = float("nan")
 
-    # ---- once per layer ---------------------------------------------------------------------------------------------
+    # ---- once per layer ------------------------------------------------------------------------------------
 
     def forward_extend(
         self,
@@ -152,7 +152,7 @@ class KvirAttentionBackend(AttentionBackend):
             raise RuntimeError(f"kvir: layer {layer.layer_id} read a freed head-page")
         return out.view(out.shape[0], -1)
 
-    # ---- what SGLang asks of a backend -------------------------------------------------------------------------------
+    # ---- what SGLang asks of a backend ---------------------------------------------------------------------
 
     def support_triton(self) -> bool:
         return False

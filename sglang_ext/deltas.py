@@ -1,12 +1,13 @@
 """Changes of the residency table on their way to the device.
 
-The host owns the table; the device copy is changed only by deltas which the attention backend applies at the start of a
-forward, on that forward's stream.  Launch order is scheduling order, so nothing waits and nothing lags, overlap or not.
+The host owns the table; the device copy is changed only by deltas which the attention backend applies at the
+start of a forward, on that forward's stream.  Launch order is scheduling order, so nothing waits and nothing
+lags, overlap or not.
 
-An extend reads prefix pages that its own scheduling has just let slide out.  Their removal is queued for the forward *after*
-it (`later`).  One case needs more: the partial last page of the prefix is read and written by the same forward, and a class
-that lets it slide must not write it.  Its row is removed at once, and the forward reads a *shadow*: a copy of the old row in
-a spare row of the device table.
+An extend reads prefix pages that its own scheduling has just let slide out.  Their removal is queued for the
+forward *after* it (`later`).  One case needs more: the partial last page of the prefix is read and written by
+the same forward, and a class that lets it slide must not write it.  Its row is removed at once, and the
+forward reads a *shadow*: a copy of the old row in a spare row of the device table.
 """
 
 from __future__ import annotations

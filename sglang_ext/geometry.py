@@ -15,8 +15,8 @@ IntArray = NDArray[np.int64]
 class Geometry:
     """Classes, units and layers of one plan.
 
-    A *class* is a set of units whose head-pages live and die together; a request of n tokens holds, for class c, its pages
-    [0, sink_pages[c]) and [first_window_page(c, n), ceil(n / P)).
+    A *class* is a set of units whose head-pages live and die together; a request of n tokens holds, for class
+    c, its pages [0, sink_pages[c]) and [first_window_page(c, n), ceil(n / P)).
     """
 
     def __init__(self, layout: LayoutPlan) -> None:
@@ -47,8 +47,8 @@ class Geometry:
     def first_window_page(self, tokens: int) -> IntArray:
         """[C] first page that a request of `tokens` tokens keeps, sinks aside.
 
-        The window lags to the page floor: a prefix match is page-aligned, so a request of n tokens must keep a whole
-        window below its page floor, or its own second turn could not find it.
+        The window lags to the page floor: a prefix match is page-aligned, so a request of n tokens must keep
+        a whole window below its page floor, or its own second turn could not find it.
         """
         return np.maximum(tokens // self.page_tokens - self.window_pages, 0)
 

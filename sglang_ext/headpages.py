@@ -1,8 +1,9 @@
 """The free head-pages of the pool: a stack, and a quarantine per layer.
 
-While an extend (prefill chunk) is being scheduled, pages that slide out of a window are still read by that very forward: by
-their own layer, before that layer writes.  So such a page may be reused in this forward by its own layer only; giving it to
-another layer would overwrite it before it is read.  With the quarantine the old and the new window of a chunk never coexist.
+While an extend (prefill chunk) is being scheduled, pages that slide out of a window are still read by that
+very forward: by their own layer, before that layer writes.  So such a page may be reused in this forward by
+its own layer only; giving it to another layer would overwrite it before it is read.  With the quarantine the
+old and the new window of a chunk never coexist.
 """
 
 from __future__ import annotations

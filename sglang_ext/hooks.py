@@ -1,7 +1,7 @@
 """Every place where kvir touches SGLang 0.5.23, in one table.  Audit this file.
 
-Method hooks go through SGLang's own HookRegistry; resolution hooks, the attention backend and the tree through its own
-registries.  A hook does nothing when the server was started without `--kv-ir`.
+Method hooks go through SGLang's own HookRegistry; resolution hooks, the attention backend and the tree
+through its own registries.  A hook does nothing when the server was started without `--kv-ir`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _plan() -> Any:
     return stored_plan()
 
 
-# ---- memory -----------------------------------------------------------------------------------------------------
+# ---- memory ------------------------------------------------------------------------------------------------
 
 
 def size_pool(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ def build_allocator(
     )
 
 
-# ---- scheduling -------------------------------------------------------------------------------------------------
+# ---- scheduling --------------------------------------------------------------------------------------------
 
 
 def prepare_allocation(_result: Any, batch: Any) -> None:
@@ -110,7 +110,7 @@ def namespace_request(_result: Any, self: Req, *_args: Any, **_kwargs: Any) -> N
         self.extra_key = f"{self.extra_key or ''}|{NAME}:{plan.fingerprint[:16]}"
 
 
-# ---- evidence ---------------------------------------------------------------------------------------------------
+# ---- evidence ----------------------------------------------------------------------------------------------
 
 
 def add_internal_state(result: Any, self: Any, *_args: Any) -> Any:

@@ -10,8 +10,8 @@ from kvir.sglang_ext.evidence import METRICS
 def publish_metrics(scheduler: Any) -> None:
     """Create the gauges.
 
-    SGLang collects over process boundaries through prometheus_client's multiprocess files, which hold values, not
-    functions; so the evidence sets them: when a request ends, and when the server turns idle.
+    SGLang collects over process boundaries through prometheus_client's multiprocess files, which hold values,
+    not functions; so the evidence sets them: when a request ends, and when the server turns idle.
     """
     from sglang.srt.runtime_context import get_observability
 

@@ -13,7 +13,8 @@ SGLANG_VERSION = "0.5.23"
 def register() -> None:
     """Register everything; nothing changes until a server is started with `--kv-ir`.
 
-    SGLang logs and swallows an exception from here; then `--kv-ir` is an unknown argument, and the server does not start.
+    SGLang logs and swallows an exception from here; then `--kv-ir` is an unknown argument, and the server
+    does not start.
     """
     found = version("sglang")
     if found != SGLANG_VERSION:

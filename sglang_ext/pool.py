@@ -1,4 +1,6 @@
-"""The pool: one flat tensor of head-pages for all layers and heads, reachable only through the residency table."""
+"""The pool: one flat tensor of head-pages for all layers and heads, reachable only through the residency
+table.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""SGLang's prefix tree with the three things it cannot know: which prefixes are still whole, what a duplicate heals, and when
-a request's residency ends.  The tree core (Rust) is untouched; everything here wraps public methods."""
+"""SGLang's prefix tree with the three things it cannot know: which prefixes are still whole, what a duplicate
+heals, and when a request's residency ends.  The tree core (Rust) is untouched; everything here wraps public
+methods.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class KvirRadixCache(UnifiedRadixCache):
         return self.token_to_kv_pool_allocator.residency
 
     def _match_tree(self, params: MatchPrefixParams) -> MatchResult:
-        """The longest page-aligned prefix whose rows are all there: sinks, full classes, and one whole window per class."""
+        """The longest page-aligned prefix whose rows are all there: sinks, full classes, and one whole window
+        per class.
+        """
         result = super()._match_tree(params)
         if not result.device_prefix_len:
             return result

@@ -2,11 +2,12 @@
 
 1. *Interior* pages: slid out of a window somewhere inside a prefix the tree owns.  Oldest first.
 2. Leaves of the prefix tree, least recently used first (the tree's own eviction).
-3. *Tail* pages: the windows that end at prompt ends and branch points.  They are what makes a shared prefix findable
+3. *Tail* pages: the windows that end at prompt ends and branch points.  They are what makes a shared prefix
+findable
    again, so they go last.
 
-An entry carries the epoch of its (page, class) cell: a cell that was covered again since is not reclaimable through an old
-entry.
+An entry carries the epoch of its (page, class) cell: a cell that was covered again since is not reclaimable
+through an old entry.
 """
 
 from __future__ import annotations
@@ -74,5 +75,7 @@ class Reclaimer:
 
 
 def missing_per_layer(needed: IntArray, quarantined: IntArray) -> int:
-    """Head-pages that must come from the free stack when layer l needs needed[l] and may reuse quarantined[l]."""
+    """Head-pages that must come from the free stack when layer l needs needed[l] and may reuse
+    quarantined[l].
+    """
     return int(np.maximum(needed - quarantined, 0).sum())

@@ -1,7 +1,8 @@
 """What `--kv-ir` does not go together with.  The server refuses to start and says why and what to do instead.
 
-Fail closed: a feature that moves, copies, quantises or re-reads KV rows past the residency table would silently serve wrong
-rows.  `check_raw` looks at the arguments as given, before anything else; `check_resolved` at what SGLang made of them.
+Fail closed: a feature that moves, copies, quantises or re-reads KV rows past the residency table would
+silently serve wrong rows.  `check_raw` looks at the arguments as given, before anything else;
+`check_resolved` at what SGLang made of them.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ REFUSALS: tuple[Refusal, ...] = (
 
 
 def check_raw(args: KvirServerArgs) -> None:
-    """Raises KvirError before anything is loaded: flags that do not go together, or a plan file that is not there."""
+    """Raises KvirError before anything is loaded: flags that do not go together, or a plan file that is not
+    there.
+    """
     _check(lambda field: getattr(args, field))
     path = str(args.kv_ir)
     if not Path(path).is_file():

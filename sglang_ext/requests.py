@@ -13,8 +13,8 @@ from kvir.sglang_ext.geometry import IntArray
 class Landmarks:
     """Page positions whose preceding windows are worth keeping: they make a prefix findable again.
 
-    `branch_page`: another prompt shares the pages before it, but their windows are gone; the window before it is kept while
-    this request computes it again.  `prompt_page`: the page floor of this request's prompt.
+    `branch_page`: another prompt shares the pages before it, but their windows are gone; the window before it
+    is kept while this request computes it again.  `prompt_page`: the page floor of this request's prompt.
     """
 
     prompt_page: int = 0
@@ -33,8 +33,9 @@ class Landmarks:
 
 @dataclass
 class RequestState:
-    """Keyed by `id(kv)`; holding the record keeps that id unique.  SGLang knows no row number yet when the state opens,
-    and request ids may repeat."""
+    """Keyed by `id(kv)`; holding the record keeps that id unique.  SGLang knows no row number yet when the
+    state opens, and request ids may repeat.
+    """
 
     kv: object
     pages: list[int]  # logical page of every P tokens

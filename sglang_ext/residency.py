@@ -4,8 +4,10 @@ The host owns the truth.  Per (logical page, class) cell:
     alive    its head-pages exist
     cover    number of running requests whose window, sinks or held tail include it
     epoch    changes whenever the cell is covered or dropped, so that old queue entries are recognised
-A cell is *covered* (cover > 0), *idle* (alive, cover 0: only the prefix tree's, counts as available) or absent.  Private
-cells never stay idle: at cover 0 they are dropped at once.  Free + quarantined + resident head-pages = pool, always.
+A cell is *covered* (cover > 0), *idle* (alive, cover 0: only the prefix tree's, counts as available) or
+absent.  Private
+cells never stay idle: at cover 0 they are dropped at once.  Free + quarantined + resident head-pages = pool,
+always.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import numpy as np
 from kvir.sglang_ext.deltas import TableDeltas
 from kvir.sglang_ext.geometry import Geometry, IntArray
 from kvir.sglang_ext.headpages import HeadPagePool
-from kvir.sglang_ext.reclaim import EvictableTree, Entry, Reclaimer, missing_per_layer
+from kvir.sglang_ext.reclaim import Entry, EvictableTree, Reclaimer, missing_per_layer
 from kvir.sglang_ext.requests import Landmarks, RequestState
 
 ABSENT = -1
@@ -64,7 +66,7 @@ class Residency:
         self._held_frees: list[IntArray] | None = None
         self.version = 0
 
-    # ---- capacity ---------------------------------------------------------------------------------------------------
+    # ---- capacity ------------------------------------------------------------------------------------------
 
     @property
     def available(self) -> int:
@@ -91,7 +93,7 @@ class Residency:
                 for page in np.nonzero(self.alive[:, c] & (self.cover[:, c] == 0))[0].tolist():
                     yield page, c, int(self.epoch[page, c])
 
-    # ---- one scheduling step ----------------------------------------------------------------------------------------
+    # ---- one scheduling step -------------------------------------------------------------------------------
 
     def begin_step(self, *, extend: bool) -> None:
         """Scheduling of the next forward begins; the one before it was launched."""
@@ -117,7 +119,7 @@ class Residency:
         self._partial_pages.add(page)
         self.deltas.push_shadow(position, self.table[page].copy())
 
-    # ---- cells ------------------------------------------------------------------------------------------------------
+    # ---- cells ---------------------------------------------------------------------------------------------
 
     def _push_rows(self, pages: IntArray, *, later: bool = False) -> None:
         self.deltas.push(pages, self.table[pages], later=later)
@@ -137,7 +139,8 @@ class Residency:
             self._push_rows(pages)
             return
         self.pool.give(head_pages, layers, still_read=True)
-        # the partial page is written by this forward too: its removal shows at once, its old row is read by shadow
+        # the partial page is written by this forward too: its removal shows at once, its old row is read by
+        # shadow
         partial = (
             np.isin(pages, list(self._partial_pages)) if self._partial_pages else np.zeros(len(pages), bool)
         )
@@ -206,7 +209,7 @@ class Residency:
         self.readers[pages] -= 1
         self.pages_in_use -= int((self.readers[pages] == 0).sum())
 
-    # ---- requests ---------------------------------------------------------------------------------------------------
+    # ---- requests ------------------------------------------------------------------------------------------
 
     def open(self, kv: object, pages: list[int], tokens: int, landmarks: Landmarks) -> RequestState:
         """A request starts with a matched prefix of `tokens` tokens in `pages`, all of it owned by the tree."""
@@ -332,7 +335,7 @@ class Residency:
         window = self.geometry.held_pages(state.first, len(state.pages)) @ self.geometry.class_size
         return int(window) + held
 
-    # ---- the tree takes pages over ----------------------------------------------------------------------------------
+    # ---- the tree takes pages over -------------------------------------------------------------------------
 
     def hold_frees(self) -> None:
         """While the tree inserts, logical frees of duplicates wait: their rows may heal the tree."""
@@ -346,8 +349,8 @@ class Residency:
     def adopt(self, state: RequestState, canonical: list[int]) -> None:
         """The tree owns the request's first len(canonical) pages now, under these ids.
 
-        Where an id changed, the request's page is a duplicate of the tree's: covers move over, and a hole of the tree is
-        healed by moving the pointers of the duplicate's head-pages.
+        Where an id changed, the request's page is a duplicate of the tree's: covers move over, and a hole of
+        the tree is healed by moving the pointers of the duplicate's head-pages.
         """
         geo = self.geometry
         lo, hi = state.tree_pages, len(canonical)
@@ -403,7 +406,7 @@ class Residency:
                 self.drop_idle(resident, c)
         self.version += 1
 
-    # ---- making room ------------------------------------------------------------------------------------------------
+    # ---- making room ---------------------------------------------------------------------------------------
 
     def make_room(self, wanted: int, tree: EvictableTree | None) -> bool:
         """For a decode step: `wanted` head-pages on the free stack."""
@@ -412,7 +415,9 @@ class Residency:
     def make_room_for_extend(
         self, needed: IntArray, tree: EvictableTree | None, *, interior_only: bool = False
     ) -> bool:
-        """For an extend that allocates needed[l] head-pages in layer l; what just slid out helps its own layer."""
+        """For an extend that allocates needed[l] head-pages in layer l; what just slid out helps its own
+        layer.
+        """
 
         def short() -> int:
             return missing_per_layer(needed, self.pool.quarantined_by_layer())
@@ -420,7 +425,8 @@ class Residency:
         ok = self.reclaimer.make_room(short(), tree, interior_only=interior_only)
         if interior_only:
             return ok
-        # last resort: tree pages that slid out in this very step are still read, but may serve their own layer
+        # last resort: tree pages that slid out in this very step are still read, but may serve their own
+        # layer
         while not ok and self._slid_now:
             entries, _ = self._slid_now.pop(0)
             for page, c, epoch in entries:

@@ -1,8 +1,9 @@
 """Proof, before the first request, that everything is bound.
 
-SGLang logs plugin errors and goes on; a hook that did not bind would leave a server that accepts `--kv-ir` and ignores it.
-The attention backend and the tree are chosen by name, so a plugin that did not load at all already stops the server; this
-check covers the rest, and raises in the scheduler process, which ends the server.
+SGLang logs plugin errors and goes on; a hook that did not bind would leave a server that accepts `--kv-ir`
+and ignores it. The attention backend and the tree are chosen by name, so a plugin that did not load at all
+already stops the server; this check covers the rest, and raises in the scheduler process, which ends the
+server.
 """
 
 from __future__ import annotations

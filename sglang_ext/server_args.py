@@ -1,4 +1,6 @@
-"""`--kv-ir`, and the plan it becomes: read once in the launching process, handed to the others with the arguments."""
+"""`--kv-ir`, and the plan it becomes: read once in the launching process, handed to the others with the
+arguments.
+"""
 
 from __future__ import annotations
 

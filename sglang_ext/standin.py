@@ -1,8 +1,9 @@
 """SGLang on a CPU without its own CPU kernels.
 
-SGLang 0.5.23 imports the module `sgl_kernel` on its CPU path, and no build of it for CPUs is on PyPI.  Everything that a
-dense decoder needs has a fallback, so an importable stand-in is enough: its attributes raise when they are called.  It is put
-on the path only where no accelerator exists and the real module cannot be imported.
+SGLang 0.5.23 imports the module `sgl_kernel` on its CPU path, and no build of it for CPUs is on PyPI.
+Everything that a dense decoder needs has a fallback, so an importable stand-in is enough: its attributes
+raise when they are called.  It is put on the path only where no accelerator exists and the real module cannot
+be imported.
 """
 
 from __future__ import annotations

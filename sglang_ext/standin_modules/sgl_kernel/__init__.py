@@ -1,4 +1,6 @@
-"""Stand-in for sgl_kernel on a CPU: importable, and every function raises when it is called (see ../standin.py)."""
+"""Stand-in for sgl_kernel on a CPU: importable, and every function raises when it is called (see
+../standin.py).
+"""
 
 from typing import Any
 
