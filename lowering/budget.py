@@ -17,7 +17,7 @@ from kvir.lowering.places import NOTHING, WINDOWS, place, rule_name, rule_place
 from kvir.lowering.resolve import Governing
 from kvir.lowering.stages import AttentionLayer, BoundPolicy, BudgetedPolicy, Retention
 from kvir.policy_ir.diagnostic import Label, Report
-from kvir.policy_ir.nodes import All, Policy, Recent, Rule, Sink, Term
+from kvir.policy_ir.nodes import All, Policy, Recent, Rule, Sink
 
 EVERYTHING = Retention(sink_tokens=0, recent_tokens=None)
 _EXECUTED_FIELDS = {"keep", "layers", "heads", "phase"}  # fields of a rule that this stage gives a meaning to
@@ -40,9 +40,10 @@ class Budget:
         return BudgetedPolicy(bound=bound, prefill=prefill, decode=decode)
 
     def _refuse_unknown(self, rule: Rule, path: str) -> None:
-        for i, term in enumerate(rule.keep):
-            if not isinstance(term, Term):
-                self._refuse(term.__struct_config__.tag, f"{path}.keep[{i}]")
+        terms: tuple[object, ...] = rule.keep  # the language may know terms that this stage does not
+        for i, term in enumerate(terms):
+            if not isinstance(term, (All, Sink, Recent)):
+                self._refuse(tag(term), f"{path}.keep[{i}]")
         for field, default in zip(
             reversed(rule.__struct_fields__), reversed(rule.__struct_defaults__), strict=False
         ):
@@ -147,6 +148,12 @@ def within(inner: Retention, outer: Retention) -> bool:
     if inner.recent_tokens is None:
         return False
     return inner.sink_tokens <= outer.sink_tokens and inner.recent_tokens <= outer.recent_tokens
+
+
+def tag(term: object) -> str:
+    """The word that stands for a term in the text."""
+    config: object = getattr(term, "__struct_config__", None)
+    return str(getattr(config, "tag", type(term).__name__))
 
 
 def words(retention: Retention) -> str:

@@ -211,7 +211,7 @@ def _layer_types(text: Config, family: Family, layer_count: int) -> list[str]:
 def _dtype(config: Config, text: Config) -> Dtype:
     named = next((d for c in (text, config) for k in ("dtype", "torch_dtype") if (d := c.get(k))), "float32")
     # A dtype that no cache is kept in (a quantised checkpoint's, say) is computed in bfloat16.
-    return cast(Dtype, named) if named in DTYPE_BYTES else "bfloat16"
+    return named if named in DTYPE_BYTES else "bfloat16"
 
 
 # ---- files -------------------------------------------------------------------------------------------------

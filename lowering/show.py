@@ -1,0 +1,177 @@
+"""A layout as tables for people: what each layer keeps, what a request costs, and what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvir.lowering import footprint
+from kvir.lowering.budget import words
+from kvir.lowering.footprint import LayerCost
+from kvir.lowering.places import ranges
+from kvir.lowering.stages import LayoutPlan, Retention
+from kvir.lowering.units import human_bytes
+
+DEFAULT_LENGTHS = (1 << 10, 4 << 10, 16 << 10, 32 << 10, 128 << 10)
+MAX_CLASSES = 12  # shown; the rest is counted
+
+
+def show(
+    layout: LayoutPlan, console: Console, *, memory_bytes: int | None = None, lengths: Sequence[int] = ()
+) -> None:
+    """Print every table.  `lengths` in tokens; by default some up to the model's context."""
+    model = layout.budgeted.bound.model
+    if not lengths:
+        lengths = [n for n in DEFAULT_LENGTHS if n <= model.context_tokens] or [model.context_tokens]
+    policy = layout.budgeted.bound.verified.policy
+    console.print(
+        f"[bold]{policy.name}[/bold] on {model.architecture or model.arch}, {layout.dtype}", highlight=False
+    )
+    console.print(
+        f"{len(model.layers)} layers x {layout.kv_heads} KV heads of {layout.head_dim}; "
+        f"pages of {layout.page_tokens} tokens; context {model.context_tokens:,}\n",
+        highlight=False,
+    )
+    console.print(_layers(layout))
+    if any(c.window_pages is not None for c in layout.classes):
+        console.print(_classes(layout))
+    console.print(_requests(layout, lengths))
+    if memory_bytes is not None:
+        console.print(_capacity(layout, memory_bytes, lengths))
+
+
+def _table(title: str, *columns: str) -> Table:
+    """A table whose first column is text and whose others are figures, unless the name starts with `<`."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, column in enumerate(columns):
+        left = i == 0 or column.startswith("<")
+        table.add_column(column.removeprefix("<"), justify="left" if left else "right", overflow="fold")
+    return table
+
+
+def _layers(layout: LayoutPlan) -> Table:
+    """Consecutive layers that keep the same share a row; figures are of one layer."""
+    budgeted, costs = layout.budgeted, footprint.layer_costs(layout)
+    layers = budgeted.bound.model.layers
+    table = _table("Layers (figures of each one)", "layers", "<keep", "bytes/token", "windows hold")
+    rows: list[tuple[list[int], tuple[str, LayerCost]]] = []
+    for i, cost in enumerate(costs):
+        keep = _row_words(budgeted.prefill[i])
+        if budgeted.decode[i] != budgeted.prefill[i]:
+            keep = f"prefill {keep}\ndecode {_row_words(budgeted.decode[i])}"
+        if rows and rows[-1][1] == (keep, cost):
+            rows[-1][0].append(layers[i].layer_id)
+        else:
+            rows.append(([layers[i].layer_id], (keep, cost)))
+    for ids, (keep, cost) in rows:
+        fixed = human_bytes(cost.window_bytes) if cost.window_bytes else "-"
+        table.add_row(ranges(ids), keep, f"{cost.bytes_per_token:,}", fixed)
+    total = sum(c.bytes_per_token for c in costs)
+    full = layout.unit_count * layout.head_page_bytes // layout.page_tokens
+    table.add_section()
+    table.add_row(
+        "all",
+        f"{total / full:.1%} of the {full:,} of full KV",
+        f"{total:,}",
+        human_bytes(sum(c.window_bytes for c in costs)),
+    )
+    return table
+
+
+def _row_words(row: Sequence[Retention]) -> str:
+    """What the heads of one layer keep: each alike group if there are two at most, else counts and bounds."""
+    groups: dict[Retention, list[int]] = {}
+    for head, retention in enumerate(row):
+        groups.setdefault(retention, []).append(head)
+    if len(groups) == 1:
+        return words(row[0])
+    if len(groups) == 2:
+        return "\n".join(f"heads {ranges(heads)}: {words(r)}" for r, heads in groups.items())
+    full = sum(r.recent_tokens is None for r in row)
+    windows = sorted(r.recent_tokens for r in row if r.recent_tokens is not None)
+    sinks = sorted({r.sink_tokens for r in row if r.recent_tokens is not None})
+    sink = f"sink {ranges(sinks)}, " if sinks != [0] else ""
+    return f"{full} full, {len(windows)} with {sink}recent {windows[0]:,}..{windows[-1]:,}"
+
+
+def _classes(layout: LayoutPlan) -> Table:
+    table = _table(
+        "Residency classes", "class", "units", "sink pages", "window pages", "in decode", "holds at most"
+    )
+    for i, c in enumerate(layout.classes[:MAX_CLASSES]):
+        span = c.prefill
+        decode = "same" if c.decode is None else f"{c.decode.sink_pages} + {c.decode.window_pages}"
+        pages = None if span.window_pages is None else span.sink_pages + span.window_pages + 1
+        table.add_row(
+            str(i),
+            f"{len(c.units):,}",
+            "-" if pages is None else f"{span.sink_pages:,}",
+            "all" if pages is None else f"{span.window_pages:,}",
+            decode,
+            "every row" if pages is None else f"{pages * layout.page_tokens:,} rows",
+        )
+    hidden = layout.classes[MAX_CLASSES:]
+    if hidden:
+        table.add_row(f"{len(hidden)} more", f"{sum(len(c.units) for c in hidden):,}", "", "", "", "")
+    return table
+
+
+def _requests(layout: LayoutPlan, lengths: Sequence[int]) -> Table:
+    phased = any(c.decode is not None for c in layout.classes)
+    table = _table(
+        "One request",
+        "length",
+        *(("in decode",) if phased else ()),
+        "resident",
+        "at most",
+        "full KV",
+        "share",
+    )
+    for n in lengths:
+        full = footprint.full_bytes(layout, n)
+        resident = footprint.resident_bytes(layout, n)
+        decode = (human_bytes(footprint.resident_bytes(layout, n, "decode")),) if phased else ()
+        peak = footprint.peak_bytes(layout, n)
+        table.add_row(
+            f"{n:,}",
+            *decode,
+            human_bytes(resident),
+            human_bytes(peak),
+            human_bytes(full),
+            f"{peak / full:.1%}",
+        )
+    return table
+
+
+def _capacity(layout: LayoutPlan, memory_bytes: int, lengths: Sequence[int]) -> Table:
+    pool = footprint.pool_size(layout, memory_bytes)
+    context = layout.budgeted.bound.model.context_tokens
+    table_bytes = pool.logical_pages * layout.table_bytes_per_page
+    table = _table(
+        f"In {human_bytes(memory_bytes)}: {pool.head_pages:,} head-pages, "
+        f"{human_bytes(table_bytes)} of it page table",
+        "requests at once",
+        "this plan",
+        "full KV",
+        "ratio",
+    )
+    full_pages = memory_bytes // (layout.unit_count * layout.head_page_bytes)  # full KV needs no page table
+    for n in lengths:
+        fits = footprint.concurrency(layout, n, memory_bytes)
+        full = full_pages // footprint.ceil_div(n, layout.page_tokens)
+        table.add_row(f"of {n:,} tokens", f"{fits:,}", f"{full:,}", f"{fits / full:.2f}x" if full else "-")
+    longest, full_longest = footprint.longest_context(layout, memory_bytes), full_pages * layout.page_tokens
+    table.add_section()
+    table.add_row(
+        "longest context" + (" *" if max(longest, full_longest) > context else ""),
+        f"{longest:,}",
+        f"{full_longest:,}",
+        f"{longest / full_longest:.2f}x" if full_longest else "-",
+    )
+    if max(longest, full_longest) > context:
+        table.caption = f"* memory alone; the model itself ends at {context:,}"
+        table.caption_justify = "left"
+    return table
