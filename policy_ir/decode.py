@@ -54,12 +54,12 @@ class Decoder:
         self._source = source
         self._report = report
 
-    def value(self, node: Tree, shape: Shape) -> Any:
+    def value(self, node: Tree, shape: Shape, *, optional: bool = False) -> Any:
         """The value of a node, or `BROKEN`."""
         if isinstance(node, Broken):
             return BROKEN
         if _is_nothing(node) and not isinstance(shape, Text):
-            help = f"write {describe.expected(shape)}, or leave the field out if it has a default"
+            help = f"write {describe.expected(shape)}" + (", or leave the field out" if optional else "")
             self._report.error("KV028", "a value is missing here", span_of(node), help=help)
             return BROKEN
         match shape:
@@ -247,9 +247,7 @@ class Decoder:
                 continue
             if not isinstance(key, Scalar):
                 message = f"a key is {describe.found(key)}; only names are keys"
-                self._report.error(
-                    "KV029", message, span_of(key), help=f"write {describe.field_list(struct)}"
-                )
+                self._report.error("KV032", message, span_of(key), help=describe.field_list(struct))
                 broken = True
                 continue
             name = key.text
@@ -270,7 +268,8 @@ class Decoder:
                     misspelt.add(guess)
                     self._recheck(inner, struct, guess)
                 continue
-            values[name] = self.value(inner, struct.fields[name].shape)
+            field = struct.fields[name]
+            values[name] = self.value(inner, field.shape, optional=not field.required)
         for field in struct.fields.values():
             if field.required and field.name not in values and field.name not in misspelt:
                 broken = True

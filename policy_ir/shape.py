@@ -1,12 +1,12 @@
-"""How each struct of `nodes` is written as text: one table that decoder, printer and schema walk.
+"""How each struct is written as text: one table that decoder, printer and schema walk.
 
-Derived from the types themselves (`msgspec.inspect`), so a new node needs no code here.  The rules of the text:
+Derived from the types (`msgspec.inspect`), so a new node needs no code here.  The rules of the text:
 
 * A struct with a tag is written `{tag: {field: value, ...}}`; `{tag: value}` if its one required field is all
   there is to say and the value is not a mapping; the bare `tag` if nothing is to be said.
 * A list of anything but numbers and text needs no brackets around a single item: `keep: all`, `heads: 2`.
 * An `IndexRange` is written `0..3`, or `7` for a single index.
-* Where None means something in a list, the type says which word stands for it: `Meta(extra={"none": "full"})`.
+* Where None means something in a list, the type names the word for it: `Meta(extra={"none": "full"})`.
 """
 
 from __future__ import annotations

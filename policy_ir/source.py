@@ -84,8 +84,8 @@ _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 class Source:
     """One text by name.
 
-    `views` says how a tree node stands for a struct where the text is shorter than the struct: `{recent: 64}` is
-    the node of a `Recent` whose field `tokens` is the node of `64`.
+    `views` says how a tree node stands for a struct where the text is shorter than the struct: `{recent: 64}`
+    is the node of a `Recent` whose field `tokens` is the node of `64`.
     """
 
     def __init__(self, name: str, text: str, root: Tree | None = None) -> None:

@@ -1,8 +1,8 @@
 """Bytes -> checked text -> a tree of nodes with spans.
 
 The subset of YAML that a policy needs: one document, block and flow collections, plain and quoted scalars.
-Anchors, aliases, tags and directives are refused, so a small text cannot grow and nothing is ever constructed.
-JSON is a part of the subset.
+Anchors, aliases, tags and directives are refused, so a small text cannot grow and nothing is ever
+constructed.  JSON is a part of the subset.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import yaml
 
-from kvir.policy_ir.diagnostic import Report
+from kvir.policy_ir.diagnostic import Label, Report
 from kvir.policy_ir.source import Broken, Mapping, Scalar, Sequence, Source, Span, Tree
 
 MAX_TEXT_BYTES = 1 << 20
@@ -107,14 +107,25 @@ def _compose(text: str, report: Report) -> Tree | None:
 
 def _report_syntax(error: yaml.MarkedYAMLError, text: str, report: Report) -> None:
     mark = cast("Any", error.problem_mark or error.context_mark)
+    if "nesting" in (error.problem or ""):
+        report.error("KV011", f"nested more than {MAX_DEPTH} deep", Span(mark.index, mark.index + 1))
+        return
     at = min(mark.index, len(text)) if mark is not None else 0
+    begin = cast("Any", error.context_mark)
+    labels = (
+        ()
+        if begin is None or begin.index >= at
+        else (Label(Span(begin.index, begin.index + 1), "begins here"),)
+    )
     context = f"{error.context}: " if error.context else ""
     help: tuple[str, ...] = ()
     if text[at : at + 1] == "\t":
         help = ("indent with spaces; YAML does not take tabs",)
     elif "mapping values are not allowed" in (error.problem or ""):
         help = ("put `key: value` pairs inside `{...}`, or quote text that holds `: `",)
-    report.error("KV006", f"the text is not YAML: {context}{error.problem}", Span(at, at + 1), help=help)
+    report.error(
+        "KV006", f"the text is not YAML: {context}{error.problem}", Span(at, at + 1), labels=labels, help=help
+    )
 
 
 class _Composer:
@@ -135,7 +146,7 @@ class _Composer:
             match event:
                 case yaml.ScalarEvent():
                     self._check(event, start, end)
-                    self._place(Scalar(start, end, event.value, bool(event.implicit[0])))
+                    self._place(Scalar(start, end, event.value, not event.style))
                 case yaml.SequenceStartEvent() | yaml.MappingStartEvent():
                     self._check(event, start, end)
                     if len(self._open) == MAX_DEPTH:
