@@ -40,10 +40,9 @@ class Budget:
         return BudgetedPolicy(bound=bound, prefill=prefill, decode=decode)
 
     def _refuse_unknown(self, rule: Rule, path: str) -> None:
-        terms: tuple[object, ...] = rule.keep  # the language may know terms that this stage does not
-        for i, term in enumerate(terms):
-            if not isinstance(term, (All, Sink, Recent)):
-                self._refuse(tag(term), f"{path}.keep[{i}]")
+        for i, term in enumerate(rule.keep):
+            if (word := unknown_term(term)) is not None:
+                self._refuse(word, f"{path}.keep[{i}]")
         for field, default in zip(
             reversed(rule.__struct_fields__), reversed(rule.__struct_defaults__), strict=False
         ):
@@ -59,12 +58,13 @@ class Budget:
         )
 
     def _decode_within_prefill(self, bound: BoundPolicy, prefill: Table, decode: Table) -> None:
+        policy = bound.verified.policy
         seen: set[tuple[int, int]] = set()
         for index, layer in enumerate(bound.model.layers):
             for head in range(layer.kv_heads):
                 rules = bound.prefill_rule[index][head], bound.decode_rule[index][head]
                 before, after = prefill[index][head], decode[index][head]
-                if rules in seen or within(after, before):
+                if rules in seen or within(after, before) or not all(_sound(policy, r) for r in rules):
                     continue
                 seen.add(rules)
                 span = rule_place(self.report, rules[1])
@@ -150,8 +150,10 @@ def within(inner: Retention, outer: Retention) -> bool:
     return inner.sink_tokens <= outer.sink_tokens and inner.recent_tokens <= outer.recent_tokens
 
 
-def tag(term: object) -> str:
-    """The word that stands for a term in the text."""
+def unknown_term(term: object) -> str | None:
+    """The word in the text of a term that this stage gives no meaning to: the language may know more."""
+    if isinstance(term, (All, Sink, Recent)):
+        return None
     config: object = getattr(term, "__struct_config__", None)
     return str(getattr(config, "tag", type(term).__name__))
 
@@ -162,6 +164,13 @@ def words(retention: Retention) -> str:
         return "all"
     sink = f"sink {retention.sink_tokens}, " if retention.sink_tokens else ""
     return f"{sink}recent {retention.recent_tokens}"
+
+
+def _sound(policy: Policy, rule: int) -> bool:
+    """Whether what governs a unit makes sense, i.e. was not reported: a broken table governs nothing."""
+    if rule == NOTHING:
+        return policy.windows is None
+    return rule == WINDOWS or asked(policy.rules[rule]) is not None
 
 
 def _asked(policy: Policy, rule: int, index: int, head: int) -> Retention | None:

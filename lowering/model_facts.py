@@ -18,6 +18,7 @@ import msgspec
 from kvir.lowering import families
 from kvir.lowering.families import Family
 from kvir.lowering.stages import DTYPE_BYTES, AttentionLayer, Dtype, ModelFacts
+from kvir.policy_ir.describe import closest
 from kvir.policy_ir.diagnostic import PolicyError, Report
 from kvir.policy_ir.source import Source
 
@@ -145,9 +146,10 @@ def _family(arch: str, text: Config) -> Family:
             "KV202", f"this `{arch}` attends in both directions", "only causal models have a KV cache to plan"
         )
     if arch not in families.FAMILIES:
+        near = closest(arch, families.FAMILIES)
         raise Refused(
             "KV201",
-            f"unknown model family `{arch}`",
+            f"unknown model family `{arch}`" + (f"; did you mean `{near}`?" if near else ""),
             f"known families: {', '.join(sorted(families.FAMILIES))}",
         )
     return families.FAMILIES[arch]

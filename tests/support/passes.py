@@ -13,6 +13,15 @@ PASSES: dict[str, str] = {
     "concise": "support.language_passes:concise",
     "print": "support.language_passes:printed",
     "verify": "support.language_passes:verify",
+    "resolve": "support.lowering_passes:resolve",
+    "budget": "support.lowering_passes:budget",
+    "layout": "support.lowering_passes:layout",
+    "kernels": "support.lowering_passes:kernels",
+    "buckets": "support.lowering_passes:buckets",
+    "model": "support.lowering_passes:model",
+    "plan": "support.lowering_passes:plan",
+    "moved": "support.lowering_passes:moved",
+    "edited": "support.lowering_passes:edited",
 }
 
 
