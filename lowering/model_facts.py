@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,9 +21,15 @@ from kvir.lowering.families import Family
 from kvir.lowering.stages import DTYPE_BYTES, AttentionLayer, Dtype, ModelFacts
 from kvir.policy_ir.describe import closest
 from kvir.policy_ir.diagnostic import PolicyError, Report
+from kvir.policy_ir.nodes import MAX_TOKENS
 from kvir.policy_ir.source import Source
 
 Config = dict[str, Any]
+
+MAX_LAYERS = 4096
+MAX_HEADS = 1024
+MAX_HEAD_DIM = 4096
+MAX_UNITS = 1 << 16
 
 _GLOBAL = {"full_attention", "attention"}
 _WITHOUT_CACHE = {"linear_attention", "conv", "mamba", "recurrent"}
@@ -41,7 +48,7 @@ def facts_of(config: Config) -> ModelFacts:
     text, arch = _text_config(config)
     family = _family(arch, text)
     read = _Reader(text, family, arch)
-    layer_count = read.positive("num_hidden_layers")
+    layer_count = read.positive("num_hidden_layers", most=MAX_LAYERS)
     query_heads = read.positive("num_attention_heads")
     kv_heads = read.positive("num_key_value_heads", otherwise=query_heads)
     head_dim = read.positive("head_dim", otherwise=0) or read.positive("hidden_size") // query_heads
@@ -65,10 +72,9 @@ def facts_of(config: Config) -> ModelFacts:
         if window != 0
     )
     needs = tuple(n for n in family.needs if n != families.LOGIT_CAP or text.get("attn_logit_softcapping", 1))
-    architectures: list[str] = config.get("architectures") or [""]
-    return ModelFacts(
+    model = ModelFacts(
         arch=arch,
-        architecture=architectures[0],
+        architecture=_architecture(config),
         layers=layers,
         layer_count=layer_count,
         context_tokens=context_tokens,
@@ -76,6 +82,9 @@ def facts_of(config: Config) -> ModelFacts:
         needs=needs,
         fingerprint=fingerprint(arch, layer_count, layers),
     )
+    for error in facts_errors(model):
+        raise Refused("KV202", f"`{arch}`: {error}", "check config.json")
+    return model
 
 
 def fingerprint(arch: str, layer_count: int, layers: tuple[AttentionLayer, ...]) -> str:
@@ -83,6 +92,27 @@ def fingerprint(arch: str, layer_count: int, layers: tuple[AttentionLayer, ...])
     length.
     """
     return hashlib.sha256(msgspec.json.encode([arch, layer_count, layers])).hexdigest()
+
+
+def facts_errors(model: ModelFacts) -> Iterator[str]:
+    """What is true of every model that lowering takes."""
+    ids = [layer.layer_id for layer in model.layers]
+    if not 1 <= len(ids) <= model.layer_count <= MAX_LAYERS:
+        yield f"a model has 1..{MAX_LAYERS} layers, and at least one with a KV cache"
+    if ids != sorted(set(ids)) or (ids and not 0 <= ids[0] <= ids[-1] < model.layer_count):
+        yield "layer ids ascend and lie inside the model"
+    for layer in model.layers:
+        sane = 1 <= layer.kv_heads <= MAX_HEADS and 1 <= layer.head_dim <= MAX_HEAD_DIM
+        if not sane or layer.query_heads < 1 or layer.query_heads % layer.kv_heads:
+            yield f"layer {layer.layer_id}: heads or head size out of range"
+        if layer.native_window_tokens is not None and not 1 <= layer.native_window_tokens <= MAX_TOKENS:
+            yield f"layer {layer.layer_id}: native window out of range"
+    if sum(layer.kv_heads for layer in model.layers) > MAX_UNITS:
+        yield f"more than {MAX_UNITS} units"
+    if not 1 <= model.context_tokens <= MAX_TOKENS:
+        yield "context length out of range"
+    if model.fingerprint != fingerprint(model.arch, model.layer_count, model.layers):
+        yield "the model fingerprint is not that of its layers"
 
 
 # ---- parts -------------------------------------------------------------------------------------------------
@@ -95,7 +125,7 @@ class _Reader:
         self.text, self.family, self.arch = text, family, arch
         self.wrong: list[str] = []
 
-    def positive(self, name: str, otherwise: int | None = None) -> int:
+    def positive(self, name: str, otherwise: int | None = None, most: int = MAX_TOKENS) -> int:
         """Field `name`; `otherwise` stands for null, and for a missing field whose default is null."""
         defaults = self.family.defaults
         value: object = self.text.get(name, defaults.get(name, self.text))
@@ -103,7 +133,8 @@ class _Reader:
             value = otherwise if name == "head_dim" else self.text
         if value is None and otherwise is not None:
             return otherwise
-        if isinstance(value, int) and not isinstance(value, bool) and value >= (0 if otherwise == 0 else 1):
+        least = 0 if otherwise == 0 else 1
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
             return value
         self.wrong.append(f"`{name}`" if value is self.text else f"`{name}` ({value!r})")
         return 1
@@ -113,7 +144,7 @@ class _Reader:
             raise Refused(
                 "KV202",
                 f"config of `{self.arch}` lacks usable {', '.join(self.wrong)}",
-                "each must be a positive integer",
+                "each must be a positive integer, not too large",
             )
 
 
@@ -160,7 +191,7 @@ def _windows(text: Config, family: Family, arch: str, layer_count: int) -> list[
     kinds: object = text.get("layer_types")
     if not isinstance(kinds, list):
         kinds = _layer_types(text, family, layer_count)
-    kinds = cast(list[str], kinds)
+    kinds = [str(kind) for kind in cast(list[object], kinds)]
     if len(kinds) != layer_count:
         raise Refused(
             "KV202",
@@ -175,7 +206,7 @@ def _windows(text: Config, family: Family, arch: str, layer_count: int) -> list[
             result.append(0)
         elif kind in _GLOBAL or (kind == "sliding_attention" and (window is None or not gate_open)):
             result.append(None)
-        elif kind == "sliding_attention" and isinstance(window, int) and window > 0:
+        elif kind == "sliding_attention" and isinstance(window, int) and window is not True and window > 0:
             result.append(window)
         else:
             raise Refused(
@@ -196,7 +227,7 @@ def _layer_types(text: Config, family: Family, layer_count: int) -> list[str]:
 
     if family.linear_but is not None:
         return every_nth_global(
-            int(text.get("full_attention_interval", family.linear_but)), "linear_attention"
+            _whole(text, "full_attention_interval", family.linear_but), "linear_attention"
         )
     match family.sliding:
         case "none":
@@ -204,16 +235,32 @@ def _layer_types(text: Config, family: Family, layer_count: int) -> list[str]:
         case "every":
             return ["sliding_attention"] * layer_count
         case "from_max_window_layers":
-            first = int(text.get("max_window_layers", 28))
+            first = _whole(text, "max_window_layers", 28, least=0)
             return ["sliding_attention" if i >= first else "full_attention" for i in range(layer_count)]
         case n:
-            return every_nth_global(int(text.get("sliding_window_pattern", None) or n), "sliding_attention")
+            return every_nth_global(_whole(text, "sliding_window_pattern", n), "sliding_attention")
+
+
+def _whole(text: Config, name: str, default: int, least: int = 1) -> int:
+    value: object = text.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_TOKENS:
+        raise Refused("KV202", f"`{name}` is {value!r}", f"it must be an integer from {least}")
+    return value
+
+
+def _architecture(config: Config) -> str:
+    names: object = config.get("architectures")
+    return str(cast(list[object], names)[0]) if isinstance(names, list) and names else ""
 
 
 def _dtype(config: Config, text: Config) -> Dtype:
-    named = next((d for c in (text, config) for k in ("dtype", "torch_dtype") if (d := c.get(k))), "float32")
-    # A dtype that no cache is kept in (a quantised checkpoint's, say) is computed in bfloat16.
-    return named if named in DTYPE_BYTES else "bfloat16"
+    """The dtype that the model computes in.  Without one, weights are float32, unless they are quantised; a
+    dtype that nothing computes in (a quantised checkpoint's) stands for bfloat16."""
+    named = (c.get(k) for c in (text, config) for k in ("dtype", "torch_dtype"))
+    value = next((str(d) for d in named if d), "bfloat16" if "quantization_config" in config else "float32")
+    return value if value in DTYPE_BYTES else "bfloat16"
 
 
 # ---- files -------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from kvir.lowering.layout import (
     logical_ratio,
     residency_classes,
 )
-from kvir.lowering.model_facts import fingerprint
+from kvir.lowering.model_facts import facts_errors
 from kvir.lowering.plan_fingerprint import PLAN_FORMAT, plan_fingerprint
 from kvir.lowering.resolve import governing
 from kvir.lowering.stages import (
@@ -31,20 +31,14 @@ from kvir.lowering.stages import (
     GraphBuckets,
     KernelPlan,
     LayoutPlan,
-    ModelFacts,
     VerifiedPolicy,
 )
 from kvir.lowering.verify import MAX_RULES, verified_errors
-from kvir.policy_ir.nodes import MAX_TOKENS, PHASES
+from kvir.policy_ir.nodes import PHASES
 
 AnyStage = (
     VerifiedPolicy | BoundPolicy | BudgetedPolicy | LayoutPlan | KernelPlan | GraphBuckets | ExecutionPlan
 )
-
-MAX_LAYERS = 4096
-MAX_HEADS = 1024
-MAX_HEAD_DIM = 4096
-MAX_UNITS = 1 << 16
 
 
 def broken(stage: AnyStage) -> list[str]:
@@ -82,29 +76,8 @@ def _verified(stage: VerifiedPolicy) -> Iterator[str]:
         yield from verified_errors(stage.policy)
 
 
-def model_facts(model: ModelFacts) -> Iterator[str]:
-    """What is true of every model that lowering takes."""
-    ids = [layer.layer_id for layer in model.layers]
-    if not 1 <= len(ids) <= model.layer_count <= MAX_LAYERS:
-        yield f"a model has 1..{MAX_LAYERS} layers, and at least one with a KV cache"
-    if ids != sorted(set(ids)) or (ids and not 0 <= ids[0] <= ids[-1] < model.layer_count):
-        yield "layer ids ascend and lie inside the model"
-    for layer in model.layers:
-        sane = 1 <= layer.kv_heads <= MAX_HEADS and 1 <= layer.head_dim <= MAX_HEAD_DIM
-        if not sane or layer.query_heads < 1 or layer.query_heads % layer.kv_heads:
-            yield f"layer {layer.layer_id}: heads or head size out of range"
-        if layer.native_window_tokens is not None and not 1 <= layer.native_window_tokens <= MAX_TOKENS:
-            yield f"layer {layer.layer_id}: native window out of range"
-    if sum(layer.kv_heads for layer in model.layers) > MAX_UNITS:
-        yield f"more than {MAX_UNITS} units"
-    if not 1 <= model.context_tokens <= MAX_TOKENS:
-        yield "context length out of range"
-    if model.fingerprint != fingerprint(model.arch, model.layer_count, model.layers):
-        yield "the model fingerprint is not that of its layers"
-
-
 def _bound(stage: BoundPolicy) -> Iterator[str]:
-    yield from model_facts(stage.model)
+    yield from facts_errors(stage.model)
     policy = stage.verified.policy
     for phase, table in zip(PHASES, (stage.prefill_rule, stage.decode_rule), strict=True):
         if table != governing(policy, stage.model, phase):
