@@ -90,7 +90,7 @@ class AttendDecode(Protocol):
 
 class AttendExtend(Protocol):
     """A chunk of each request: queries at positions prefix_lens[b] + 0 .. extend_lens[b] - 1, against the
-    resident prefix (through the table) and the chunk's own fresh rows (from k_new, v_new: they may not survive
+    resident prefix (through the table) and the chunk's own fresh rows (k_new, v_new: they may not survive
     in the pool).
 
     Reads of the prefix happen before anything of this layer is appended.  Returns the number of holes.
