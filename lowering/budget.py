@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvir.lowering.executable import unexecuted
 from kvir.lowering.places import NOTHING, WINDOWS, place, rule_name, rule_place
 from kvir.lowering.resolve import Governing
 from kvir.lowering.stages import AttentionLayer, BoundPolicy, BudgetedPolicy, Retention
@@ -20,7 +21,6 @@ from kvir.policy_ir.diagnostic import Label, Report
 from kvir.policy_ir.nodes import All, Policy, Recent, Rule, Sink
 
 EVERYTHING = Retention(sink_tokens=0, recent_tokens=None)
-_EXECUTED_FIELDS = {"keep", "layers", "heads", "phase"}  # fields of a rule that this stage gives a meaning to
 
 Table = tuple[tuple[Retention, ...], ...]  # [layer_index][kv_head]
 
@@ -32,30 +32,17 @@ class Budget:
 
     def __call__(self, bound: BoundPolicy) -> BudgetedPolicy:
         policy = bound.verified.policy
-        for i, rule in enumerate(policy.rules):
-            self._refuse_unknown(rule, f"$.rules[{i}]")
+        for word, path in unexecuted(policy):
+            self.report.error(
+                "KV310",
+                f"the runtime cannot execute `{word}` yet (refused by `{self.name}`)",
+                place(self.report, path),
+                help="use `all`, `sink` and `recent`",
+            )
         prefill, decode = retentions(bound, bound.prefill_rule), retentions(bound, bound.decode_rule)
         self._decode_within_prefill(bound, prefill, decode)
         self._sinks_in_native_windows(bound)
         return BudgetedPolicy(bound=bound, prefill=prefill, decode=decode)
-
-    def _refuse_unknown(self, rule: Rule, path: str) -> None:
-        for i, term in enumerate(rule.keep):
-            if (word := unknown_term(term)) is not None:
-                self._refuse(word, f"{path}.keep[{i}]")
-        for field, default in zip(
-            reversed(rule.__struct_fields__), reversed(rule.__struct_defaults__), strict=False
-        ):
-            if field not in _EXECUTED_FIELDS and getattr(rule, field) != default:
-                self._refuse(field, f"{path}.{field}")
-
-    def _refuse(self, word: object, path: str) -> None:
-        self.report.error(
-            "KV310",
-            f"the runtime cannot execute `{word}` yet (refused by `{self.name}`)",
-            place(self.report, path),
-            help="use `all`, `sink` and `recent`",
-        )
 
     def _decode_within_prefill(self, bound: BoundPolicy, prefill: Table, decode: Table) -> None:
         policy = bound.verified.policy
@@ -148,14 +135,6 @@ def within(inner: Retention, outer: Retention) -> bool:
     if inner.recent_tokens is None:
         return False
     return inner.sink_tokens <= outer.sink_tokens and inner.recent_tokens <= outer.recent_tokens
-
-
-def unknown_term(term: object) -> str | None:
-    """The word in the text of a term that this stage gives no meaning to: the language may know more."""
-    if isinstance(term, (All, Sink, Recent)):
-        return None
-    config: object = getattr(term, "__struct_config__", None)
-    return str(getattr(config, "tag", type(term).__name__))
 
 
 def words(retention: Retention) -> str:

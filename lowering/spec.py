@@ -13,6 +13,7 @@ from typing import assert_never
 from kvir import __version__
 from kvir.kernels.catalog import OPS
 from kvir.lowering.budget import retentions, within
+from kvir.lowering.executable import unexecuted
 from kvir.lowering.kernel_plan import DEVICES, choose
 from kvir.lowering.layout import (
     MAX_PAGE_TOKENS,
@@ -86,6 +87,8 @@ def _bound(stage: BoundPolicy) -> Iterator[str]:
 
 def _budgeted(stage: BudgetedPolicy) -> Iterator[str]:
     bound = stage.bound
+    for word, path in unexecuted(bound.verified.policy):
+        yield f"the runtime cannot execute `{word}` at {path}"
     for phase, have, governed in (
         ("prefill", stage.prefill, bound.prefill_rule),
         ("decode", stage.decode, bound.decode_rule),
