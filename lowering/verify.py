@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from kvir.lowering.places import place
 from kvir.lowering.stages import VerifiedPolicy
+from kvir.policy_ir.checks import check as check_selections
 from kvir.policy_ir.diagnostic import Diagnostic, Report
 from kvir.policy_ir.nodes import LANGUAGE_VERSION, All, IndexSet, Policy, Recent, Rule, Sink, Windows
 from kvir.policy_ir.source import Source
@@ -40,6 +41,7 @@ class Verify:
             self._keep(rule, f"$.rules[{i}].keep")
             self._indices(rule.layers, f"$.rules[{i}].layers")
             self._indices(rule.heads, f"$.rules[{i}].heads")
+        check_selections(policy, self.report)
         return VerifiedPolicy(policy=policy)
 
     def _windows(self, windows: Windows) -> None:

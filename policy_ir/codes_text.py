@@ -183,4 +183,12 @@ TEXT: dict[str, Code] = {
         "? [layers, heads]\n: 3",
         "layers: 3\nheads: 3",
     ),
+    "KV033": Code(
+        "`preset` beside `keep`",
+        "A rule gives both a preset and terms.",
+        "A preset is a name for terms; which of the two counts would be a guess."
+        " Other fields beside a preset win over it.",
+        "- {preset: snapkv, keep: all}",
+        "- {preset: {snapkv: {tokens: 512}}, layers: 4..31}",
+    ),
 }

@@ -5,17 +5,14 @@ A part that is wrong decodes to `BROKEN`; what holds a broken part is broken too
 
 from __future__ import annotations
 
-import math
-import re
 from typing import Any, assert_never
 
-from msgspec import Struct
-
-from kvir.policy_ir import describe
+from kvir.policy_ir import describe, scalars
 from kvir.policy_ir.diagnostic import Label, Report
-from kvir.policy_ir.nodes import IndexRange
+from kvir.policy_ir.scalars import BROKEN, BrokenValue
 from kvir.policy_ir.shape import (
     Choice,
+    Field,
     Flag,
     Form,
     Many,
@@ -31,21 +28,6 @@ from kvir.policy_ir.shape import (
 )
 from kvir.policy_ir.source import Broken, Mapping, Scalar, Sequence, Source, Span, Tree, entry, span_of
 
-MAX_TEXT_LENGTH = 1000
-MAX_DIGITS = 18
-
-_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
-_NUMBER = re.compile(r"[-+]?(0|[1-9][0-9]*)?(\.[0-9]+|(?<=[0-9])\.)?([eE][-+]?[0-9]+)?")
-_RANGE = re.compile(r"([0-9]{1,18})(?:\.\.([0-9]{1,18}))?")
-_NOTHING = ("", "~", "null", "Null", "NULL")
-
-
-class _BrokenValue:
-    """The type of `BROKEN`."""
-
-
-BROKEN = _BrokenValue()
-
 
 class Decoder:
     """Decodes one source into one report."""
@@ -54,33 +36,34 @@ class Decoder:
         self._source = source
         self._report = report
 
-    def value(self, node: Tree, shape: Shape, *, optional: bool = False) -> Any:
-        """The value of a node, or `BROKEN`."""
+    def value(self, node: Tree, shape: Shape, *, optional: bool = False, listed: bool = False) -> Any:
+        """The value of a node, or `BROKEN`; `optional` fields and `listed` values get other help."""
         if isinstance(node, Broken):
             return BROKEN
-        if _is_nothing(node) and not isinstance(shape, Text):
+        if scalars.is_nothing(node) and not isinstance(shape, Text):
             help = f"write {describe.expected(shape)}" + (", or leave the field out" if optional else "")
             self._report.error("KV028", "a value is missing here", span_of(node), help=help)
             return BROKEN
         match shape:
             case Whole():
-                return self._whole(node, shape)
+                return scalars.whole(node, shape, self._report)
             case Real():
-                return self._real(node, shape)
+                return scalars.real(node, shape, self._report)
             case Text():
-                return self._text(node, shape)
+                return scalars.text(node, shape, self._report)
             case Flag():
-                return self._flag(node, shape)
+                return scalars.flag(node, shape, self._report)
             case Choice():
-                return self._choice(node, shape)
+                return scalars.choice(node, shape, self._report)
             case Range():
-                return self._range(node, shape)
-            case WordOr():
-                if isinstance(node, Scalar) and node.text == shape.word:
+                value, self._source.views[node] = scalars.index_range(node, shape, self._report)
+                return value
+            case WordOr(word=word, item=item):
+                if isinstance(node, Scalar) and node.text == word:
                     return None
-                if isinstance(node, Scalar) and not _looks_numeric(node):
+                if isinstance(node, Scalar) and isinstance(item, Whole) and not scalars.looks_numeric(node):
                     return self._wrong(node, shape)
-                return self.value(node, shape.item)
+                return self.value(node, item)
             case Many():
                 return self._many(node, shape)
             case Record():
@@ -88,97 +71,17 @@ class Decoder:
                     return self._fields(node, form(shape.cls))
                 return self._wrong(node, shape)
             case OneOf():
-                return self._tagged(node, shape)
+                return self._tagged(node, shape, listed=listed)
             case _:
                 assert_never(shape)
 
-    # ---- scalars -------------------------------------------------------------------------------------------
-
-    def _whole(self, node: Tree, shape: Whole) -> Any:
-        if not isinstance(node, Scalar) or not node.plain or not _looks_numeric(node):
-            return self._wrong(node, shape)
-        if not _INTEGER.fullmatch(node.text):
-            return self._malformed_number(node, "a whole number")
-        if len(node.text) > MAX_DIGITS:
-            return self._out_of_range(node, shape)
-        value = int(node.text)
-        low, high = shape.low, shape.high
-        if (low is not None and value < low) or (high is not None and value > high):
-            return self._out_of_range(node, shape)
-        return value
-
-    def _real(self, node: Tree, shape: Real) -> Any:
-        if not isinstance(node, Scalar) or not node.plain or not _looks_numeric(node):
-            return self._wrong(node, shape)
-        if not _NUMBER.fullmatch(node.text) or not any(c.isdigit() for c in node.text):
-            return self._malformed_number(node, "a number")
-        value = float(node.text)
-        inside = (
-            math.isfinite(value)
-            and (shape.low is None or value >= shape.low)
-            and (shape.high is None or value <= shape.high)
-            and (shape.above is None or value > shape.above)
-            and (shape.below is None or value < shape.below)
-        )
-        return value if inside else self._out_of_range(node, shape)
-
-    def _text(self, node: Tree, shape: Text) -> Any:
-        if not isinstance(node, Scalar):
-            return self._wrong(node, shape)
-        if node.plain and (node.text in (*_NOTHING, "true", "false") or _NUMBER.fullmatch(node.text)):
-            return self._wrong(node, shape)
-        limit = shape.max_length or MAX_TEXT_LENGTH
-        if not shape.min_length <= len(node.text) <= limit:
-            least = f"{shape.min_length} to " if shape.min_length else "at most "
-            message = f"the text has {len(node.text)} characters"
-            self._report.error("KV030", message, span_of(node), help=f"write {least}{limit} characters")
-            return BROKEN
-        if not node.text.isprintable():
-            message = "the text holds a line break or a character that cannot be printed"
-            self._report.error("KV030", message, span_of(node), help="write printable text on one line")
-            return BROKEN
-        return node.text
-
-    def _flag(self, node: Tree, shape: Flag) -> Any:
-        if isinstance(node, Scalar) and node.plain and node.text in ("true", "false"):
-            return node.text == "true"
-        return self._wrong(node, shape)
-
-    def _choice(self, node: Tree, shape: Choice) -> Any:
-        if not isinstance(node, Scalar):
-            return self._wrong(node, shape)
-        if node.text in shape.words:
-            return node.text
-        message = f"{describe.quote(node.text)} is not one of the choices"
-        self._report.error("KV026", message, span_of(node), help=describe.choose(node.text, shape.words))
-        return BROKEN
-
-    def _range(self, node: Tree, shape: Range) -> Any:
-        if not isinstance(node, Scalar):
-            return self._wrong(node, shape)
-        found = _RANGE.fullmatch(node.text)
-        if found is None:
-            message = f"{describe.quote(node.text)} is not an index range"
-            self._report.error("KV027", message, span_of(node), help=describe.range_help(node.text))
-            return BROKEN
-        # sub-spans are right for plain text; quoted text is one character further in
-        at = node.start + (0 if node.plain else 1)
-        group = 2 if found[2] else 1
-        first = Scalar(at, at + found.end(1), found[1])
-        last = Scalar(at + found.start(group), at + found.end(group), found[group])
-        self._source.views[node] = {"first": first, "last": last}
-        bounds = [self._whole(s, Whole(0, shape.high)) for s in (first, last) if _canonical(s, self._report)]
-        if len(bounds) < 2 or BROKEN in bounds:
-            return BROKEN
-        return IndexRange(first=bounds[0], last=bounds[1])
-
-    # ---- collections ---------------------------------------------------------------------------------------
+    # ---- lists and unions ----------------------------------------------------------------------------------
 
     def _many(self, node: Tree, shape: Many) -> Any:
         if isinstance(node, Sequence):
-            items = [self.value(item, shape.item) for item in node.items]
+            items = [self.value(item, shape.item, listed=True) for item in node.items]
         elif shape.lone:
-            items = [self.value(node, shape.item)]
+            items = [self.value(node, shape.item, listed=True)]
             self._source.views.setdefault(node, {})[0] = node
         else:
             return self._wrong(node, shape)
@@ -189,45 +92,43 @@ class Decoder:
             return BROKEN
         return BROKEN if any(item is BROKEN for item in items) else tuple(items)
 
-    def _tagged(self, node: Tree, shape: OneOf) -> Any:
+    def _tagged(self, node: Tree, shape: OneOf, *, listed: bool = False) -> Any:
         match node:
+            case Scalar() if scalars.looks_numeric(node):
+                return self._wrong(node, shape)
             case Scalar():
                 if node.text not in shape.by_tag:
                     return self._unknown_tag(node, shape)
                 struct = form(shape.by_tag[node.text])
                 if struct.may_be_bare:
-                    return self._build(struct, {})
-                need = describe.fields_needed(struct)
-                self._report.error(
-                    "KV021",
-                    f"{struct.title} needs {need}",
-                    span_of(node),
-                    help=f"write {describe.example(struct)}",
-                )
+                    return struct.cls()
+                message = f"{struct.title} needs {describe.fields_needed(struct)}"
+                help = f"write {describe.example(struct)}"
+                self._report.error("KV021", message, span_of(node), help=help)
                 return BROKEN
             case Mapping(entries=[(Scalar() as key, inner)]):
                 if key.text not in shape.by_tag:
                     return self._unknown_tag(key, shape)
                 return self._payload(node, inner, form(shape.by_tag[key.text]))
-            case Mapping(entries=entries) if any(
-                isinstance(k, Scalar) and k.text in shape.by_tag for k, _ in entries
-            ):
-                return self._several_tags(node, shape)
+            case Mapping() if sum(_is_tag(key, shape) for key, _ in node.entries) > 0:
+                return self._several_tags(node, shape, listed=listed)
             case _:
                 return self._wrong(node, shape)
 
-    def _payload(self, node: Mapping, inner: Tree, struct: Form) -> Any:
+    def _payload(self, node: Tree, inner: Tree, struct: Form) -> Any:
         """What follows a tag: the fields as a mapping, or the value of the only required field."""
         if isinstance(inner, Mapping):
-            self._source.views[node] = {
-                key.text: value for key, value in reversed(inner.entries) if isinstance(key, Scalar)
-            }
-            return self._fields(inner, struct)
+            value = self._fields(inner, struct)
+            inside = {k.text: v for k, v in reversed(inner.entries) if isinstance(k, Scalar)}
+            self._source.views[node] = {**inside, **self._source.views.get(inner, {})}
+            return value
+        if isinstance(inner, Broken):
+            return BROKEN
         field = struct.short_field
         if field is not None:
             self._source.views[node] = {field.name: inner}
             value = self.value(inner, field.shape)
-            return BROKEN if value is BROKEN else self._build(struct, {field.name: value})
+            return BROKEN if value is BROKEN else struct.cls(**{field.name: value})
         if not struct.fields:
             help = f"write {struct.title} alone"
             self._report.error("KV022", f"{struct.title} takes no value", span_of(inner), help=help)
@@ -236,132 +137,164 @@ class Decoder:
         self._report.error("KV022", message, span_of(inner), help=f"write {describe.example(struct)}")
         return BROKEN
 
+    # ---- fields --------------------------------------------------------------------------------------------
+
     def _fields(self, node: Mapping, struct: Form) -> Any:
         values: dict[str, Any] = {}
-        keys: dict[str, Scalar] = {}
-        misspelt: set[str] = set()
+        given: dict[str, Scalar] = {}  # key as written -> where
+        by_field: dict[str, Scalar] = {}  # field -> its key
         broken = False
         for key, inner in node.entries:
-            if isinstance(key, Broken):
-                broken = True
-                continue
             if not isinstance(key, Scalar):
-                message = f"a key is {describe.found(key)}; only names are keys"
-                self._report.error("KV032", message, span_of(key), help=describe.field_list(struct))
                 broken = True
+                self._not_a_name(key, struct)
                 continue
-            name = key.text
-            if name in keys:
-                label = Label(span_of(keys[name]), "first given here")
-                message = f"the field {describe.quote(name)} is given twice"
-                self._report.error(
-                    "KV024", message, span_of(key), labels=(label,), help="keep one of the two"
-                )
+            if key.text in given:
                 broken = True
-                self._recheck(inner, struct, name)
+                self._twice(key, given[key.text])
+                self._check(inner, struct.field(key.text))
                 continue
-            keys[name] = key
-            if name not in struct.fields:
+            given[key.text] = key
+            field = struct.field(key.text)
+            if field is None:
                 broken = True
                 guess = self._unknown_field(key, node, struct)
                 if guess is not None:
-                    misspelt.add(guess)
-                    self._recheck(inner, struct, guess)
+                    by_field.setdefault(guess.name, key)
+                    self._check(inner, guess)
                 continue
-            field = struct.fields[name]
-            values[name] = self.value(inner, field.shape, optional=not field.required)
-        for field in struct.fields.values():
-            if field.required and field.name not in values and field.name not in misspelt:
+            if field.name in by_field and field.inline:
                 broken = True
-                message = f"{struct.title} lacks the field `{field.name}`"
-                span = Span(node.start, min(node.end, node.start + 1)) if not node.entries else _head(node)
-                help = f"add `{field.name}: ...`, {describe.expected(field.shape)}"
-                self._report.error("KV021", message, span, help=help)
-        if broken or misspelt or any(v is BROKEN for v in values.values()):
+                self._two_of(key, by_field[field.name], field, struct)
+                self._check(inner, field, key)
+                continue
+            by_field[field.name] = key
+            values[field.name] = self._field(node, key, inner, field)
+        broken |= self._expand(node, values, by_field, struct)
+        broken |= self._missing(node, by_field, struct)
+        if broken or any(value is BROKEN for value in values.values()):
             return BROKEN
-        return self._build(struct, values)
-
-    def _recheck(self, node: Tree, struct: Form, name: str) -> None:
-        """Look for further errors in a value that is not used."""
-        if name in struct.fields:
-            self.value(node, struct.fields[name].shape)
-
-    def _build(self, struct: Form, values: dict[str, Any]) -> Struct:
         return struct.cls(**values)
+
+    def _field(self, node: Mapping, key: Scalar, inner: Tree, field: Field) -> Any:
+        if not field.inline:
+            return self.value(inner, field.shape, optional=not field.required)
+        assert isinstance(field.shape, OneOf)
+        part = Mapping(key.start, max(key.end, inner.end), [(key, inner)])
+        self._source.views.setdefault(node, {})[field.name] = part
+        return self._tagged(part, field.shape)
+
+    def _check(self, node: Tree, field: Field | None, key: Scalar | None = None) -> None:
+        """Look for further errors in a value that is not used."""
+        if field is None:
+            return
+        if isinstance(field.shape, OneOf) and field.inline:
+            tagged = None if key is None else field.shape.by_tag.get(key.text)
+            if tagged is not None:
+                self._payload(Broken(node.start, node.end), node, form(tagged))
+            return
+        self.value(node, field.shape)
+
+    def _expand(
+        self, node: Mapping, values: dict[str, Any], by_field: dict[str, Scalar], struct: Form
+    ) -> bool:
+        """Replace the key that stands for several fields by those fields; whether that went wrong."""
+        sugar = struct.sugar
+        if sugar is None or sugar.name not in by_field:
+            return False
+        key = by_field.pop(sugar.name)
+        preset = values.pop(sugar.name, BROKEN)
+        clash = by_field.get("keep")
+        by_field.setdefault("keep", key)
+        if clash is not None:
+            label = Label(span_of(clash), "given here")
+            message = f"`{sugar.name}` already says what to keep"
+            self._report.error("KV033", message, span_of(key), labels=(label,), help="keep one of the two")
+            return True
+        if preset is BROKEN:
+            return True
+        found = entry(node, sugar.name)
+        assert found is not None
+        for name, value in preset.fields().items():
+            if name not in by_field or name == "keep":
+                values[name] = value
+                self._source.views.setdefault(node, {})[name] = found[1]
+        return False
+
+    def _missing(self, node: Mapping, by_field: dict[str, Scalar], struct: Form) -> bool:
+        missing = [f for f in struct.fields.values() if f.required and f.name not in by_field]
+        span = span_of(node.entries[0][0]) if node.entries else Span(node.start, node.start + 1)
+        for field in missing:
+            if isinstance(field.shape, OneOf) and field.inline:
+                message = f"{struct.title} lacks its {field.shape.title}"
+                help = f"add one of {', '.join(f'`{tag}: ...`' for tag in field.shape.by_tag)}"
+            else:
+                message = f"{struct.title} lacks the field `{field.name}`"
+                help = f"add `{field.name}: ...`, {describe.expected(field.shape)}"
+                if struct.sugar is not None and field.name == "keep":
+                    help += f", or `{struct.sugar.name}: ...`"
+            self._report.error("KV021", message, span, help=help)
+        return bool(missing)
 
     # ---- findings ------------------------------------------------------------------------------------------
 
-    def _wrong(self, node: Tree, shape: Shape) -> _BrokenValue:
-        message = f"expected {describe.expected(shape)}, found {describe.found(node)}"
-        self._report.error("KV022", message, span_of(node), help=describe.conversion(node, shape))
-        return BROKEN
+    def _wrong(self, node: Tree, shape: Shape) -> BrokenValue:
+        return scalars.wrong(node, shape, self._report)
 
-    def _out_of_range(self, node: Scalar, shape: Whole | Real) -> _BrokenValue:
-        message = f"{describe.quote(node.text)} is out of range"
-        self._report.error("KV023", message, span_of(node), help=f"write {describe.expected(shape)}")
-        return BROKEN
+    def _not_a_name(self, key: Tree, struct: Form) -> None:
+        if not isinstance(key, Broken):
+            message = f"a key is {describe.found(key)}; only names are keys"
+            self._report.error("KV032", message, span_of(key), help=describe.field_list(struct))
 
-    def _malformed_number(self, node: Scalar, what: str) -> _BrokenValue:
-        message = f"{describe.quote(node.text)} is not {what}"
-        self._report.error("KV031", message, span_of(node), help=describe.number_help(node.text, what))
-        return BROKEN
+    def _twice(self, key: Scalar, before: Scalar) -> None:
+        label = Label(span_of(before), "first given here")
+        message = f"the field {describe.quote(key.text)} is given twice"
+        self._report.error("KV024", message, span_of(key), labels=(label,), help="keep one of the two")
 
-    def _unknown_field(self, key: Scalar, node: Mapping, struct: Form) -> str | None:
+    def _two_of(self, key: Scalar, before: Scalar, field: Field, struct: Form) -> None:
+        assert isinstance(field.shape, OneOf)
+        label = Label(span_of(before), "the first one")
+        message = f"{struct.title} has two {field.shape.title}s"
+        self._report.error("KV029", message, span_of(key), labels=(label,), help="keep one of the two")
+
+    def _unknown_field(self, key: Scalar, node: Mapping, struct: Form) -> Field | None:
         """Reports it; returns the field that was meant, if that is clear and the field is not there."""
         message = f"unknown field {describe.quote(key.text)}"
-        guess = describe.closest(key.text, struct.fields)
+        own = struct.fields.get(key.text)
+        if own is not None and isinstance(own.shape, OneOf):
+            # the field has no key: its tags stand in its place
+            note = f"a {own.shape.title} is given by its kind"
+            help = f"write one of {', '.join(f'`{tag}: ...`' for tag in own.shape.by_tag)}"
+            self._report.error("KV020", message, span_of(key), note=note, help=help)
+            return own
+        guess = describe.closest(key.text, struct.keys)
         help = f"did you mean `{guess}`?" if guess else describe.field_list(struct)
         note = f"not a field of {struct.title}"
         self._report.error("KV020", message, span_of(key), note=note, help=help)
-        return guess if guess and entry(node, guess) is None else None
+        return struct.field(guess) if guess and entry(node, guess) is None else None
 
-    def _unknown_tag(self, node: Scalar, shape: OneOf) -> _BrokenValue:
+    def _unknown_tag(self, node: Scalar, shape: OneOf) -> BrokenValue:
         help = describe.choose(node.text, tuple(shape.by_tag))
         head, colon, rest = node.text.partition(":")
         if colon and head in shape.by_tag:
             help = f"put a space after the colon: `{{{head}: {rest.strip()}}}`"
-        if _looks_numeric(node):
-            return self._wrong(node, shape)
-        self._report.error(
-            "KV025", f"{describe.quote(node.text)} is not known here", span_of(node), help=help
-        )
+        message = f"unknown {shape.title} {describe.quote(node.text)}"
+        self._report.error("KV025", message, span_of(node), help=help)
         return BROKEN
 
-    def _several_tags(self, node: Mapping, shape: OneOf) -> _BrokenValue:
+    def _several_tags(self, node: Mapping, shape: OneOf, *, listed: bool) -> BrokenValue:
         spans = [span_of(key) for key, _ in node.entries]
         names = [key.text for key, _ in node.entries if isinstance(key, Scalar)]
-        listed = ", ".join(f"{{{name}: ...}}" for name in names)
-        self._report.error(
-            "KV029",
-            "one pair of braces holds several terms",
-            spans[1],
-            labels=(Label(spans[0], "the first one"),),
-            help=f"write a list, one term each: [{listed}]",
-        )
+        message = f"one pair of braces holds several {shape.title}s"
+        label = Label(spans[0], "the first one")
+        apart = ", ".join(f"{{{name}: ...}}" for name in names)
+        help = f"write a list, one {shape.title} each: [{apart}]" if listed else "keep one of them"
+        self._report.error("KV029", message, spans[1], labels=(label,), help=help)
         for key, inner in node.entries:
             if isinstance(key, Scalar) and key.text in shape.by_tag:
-                self._payload(node, inner, form(shape.by_tag[key.text]))
-        self._source.views.pop(node, None)
+                self._payload(Broken(node.start, node.end), inner, form(shape.by_tag[key.text]))
         return BROKEN
 
 
-def _is_nothing(node: Tree) -> bool:
-    return isinstance(node, Scalar) and node.plain and node.text in _NOTHING
-
-
-def _looks_numeric(node: Scalar) -> bool:
-    return node.plain and bool(re.match(r"[-+]?\.?[0-9]|[-+]?\.(inf|nan)", node.text, re.IGNORECASE))
-
-
-def _canonical(node: Scalar, report: Report) -> bool:
-    """Whether an index has no leading zeros, which would read as octal elsewhere."""
-    if node.text == "0" or not node.text.startswith("0"):
-        return True
-    message = f"{describe.quote(node.text)} is not a whole number"
-    report.error("KV031", message, span_of(node), help=describe.number_help(node.text, "a whole number"))
-    return False
-
-
-def _head(node: Mapping) -> Span:
-    """The first key: a mapping's own span may cover the whole file."""
-    return span_of(node.entries[0][0])
+def _is_tag(key: Tree, shape: OneOf) -> bool:
+    return isinstance(key, Scalar) and key.text in shape.by_tag

@@ -8,6 +8,7 @@ from typing import assert_never
 
 from kvir.policy_ir.shape import (
     Choice,
+    Field,
     Flag,
     Form,
     Many,
@@ -58,9 +59,9 @@ def expected(shape: Shape) -> str:
         case Whole(low=low, high=high):
             return "a whole number" + _bounds(low, high)
         case Real(low=low, high=high, above=above, below=below):
-            lower = f" from {low:g}" if low is not None else "" if above is None else f" above {above:g}"
-            upper = f" to {high:g}" if high is not None else "" if below is None else f" below {below:g}"
-            return "a number" + lower + upper
+            lower = [f"from {low:g}"] if low is not None else [] if above is None else [f"above {above:g}"]
+            upper = [f"up to {high:g}"] if high is not None else [] if below is None else [f"below {below:g}"]
+            return " ".join(["a number", *lower, *upper])
         case Text():
             return "text"
         case Flag():
@@ -72,18 +73,19 @@ def expected(shape: Shape) -> str:
         case WordOr(word=word, item=item):
             return f"{expected(item)}, or `{word}`"
         case Many(item=item, lone=lone, min_length=low, max_length=high):
-            count = "" if not low and high is None else f" ({_bounds(low, high).strip()} items)"
-            return (
-                f"a list{count} of {_plural(item)}"
-                if not lone
-                else f"{expected(item)}, or a list{count} of them"
-            )
+            count = "" if not low and high is None else f",{_bounds(low, high)} items"
+            count = ", not empty" if (low, high) == (1, None) else count
+            return (f"{expected(item)}, or a list of them" if lone else f"a list of {_plural(item)}") + count
         case Record(cls=cls):
-            return f"a mapping with {one_of(form(cls).fields)}"
-        case OneOf(by_tag=by_tag):
-            return one_of(by_tag)
+            return f"a mapping with {one_of(form(cls).keys)}"
+        case OneOf(by_tag=by_tag, title=title):
+            return one_of(by_tag) if len(by_tag) <= 5 else f"{article(title)} {title}"
         case _:
             assert_never(shape)
+
+
+def article(noun: str) -> str:
+    return "an" if noun[0] in "aeiou" else "a"
 
 
 def found(node: Tree) -> str:
@@ -91,7 +93,7 @@ def found(node: Tree) -> str:
         case Scalar(text=text, plain=plain):
             if plain and text in ("true", "false"):
                 return quote(text)
-            if plain and re.fullmatch(r"[-+]?[0-9.]+([eE][-+]?[0-9]+)?", text):
+            if plain and re.fullmatch(r"[-+]?\.?[0-9][0-9.]*([eE][-+]?[0-9]+)?", text):
                 return f"the number {quote(text)}"
             quoted = "" if plain else "quoted "
             return f"the {quoted}text {quote(text)}" if text else "an empty text"
@@ -114,8 +116,10 @@ def conversion(node: Tree, shape: Shape) -> tuple[str, ...]:
             return (f"remove the quotes: {quote(text)}",)
         case Scalar(text=text), Whole() | WordOr() if re.fullmatch(r"[0-9]+[kKmM]i?", text):
             return ("write the number out: `1024`, not `1k`",)
-        case Scalar(), OneOf(by_tag=by_tag):
-            return (f"write {example(form(next(iter(by_tag.values()))))}",) if len(by_tag) == 1 else ()
+        case _, OneOf(by_tag=by_tag) if len(by_tag) == 1:
+            return (f"write {example(form(next(iter(by_tag.values()))))}",)
+        case _, OneOf(by_tag=by_tag, title=title) if len(by_tag) > 5:
+            return (f"the {title}s are {one_of(by_tag)}",)
         case Sequence(items=[_]), Whole() | Real() | Text() | Flag() | Choice():
             return ("remove the brackets",)
         case _:
@@ -146,11 +150,15 @@ def range_help(text: str) -> str:
 def field_list(struct: Form) -> str:
     if not struct.fields:
         return f"{struct.title} has no fields"
-    return f"the fields of {struct.title} are {', '.join(f'`{name}`' for name in struct.fields)}"
+    return f"the fields of {struct.title} are {', '.join(f'`{key}`' for key in struct.keys)}"
 
 
 def fields_needed(struct: Form) -> str:
-    return " and ".join(f"`{f.name}`" for f in struct.fields.values() if f.required)
+    return " and ".join(
+        f"its {f.shape.title}" if f.inline and isinstance(f.shape, OneOf) else f"`{f.name}`"
+        for f in struct.fields.values()
+        if f.required
+    )
 
 
 def example(struct: Form) -> str:
@@ -159,8 +167,16 @@ def example(struct: Form) -> str:
         return f"`{struct.tag}`"
     if (field := struct.short_field) is not None and not isinstance(field.shape, Record):
         return f"`{{{struct.tag}: {_sample(field.shape)}}}`"
-    inner = ", ".join(f"{f.name}: {_sample(f.shape)}" for f in struct.fields.values() if f.required)
+    inner = ", ".join(_sample_field(f) for f in struct.fields.values() if f.required)
     return f"`{{{struct.tag}: {{{inner}}}}}`"
+
+
+def _sample_field(field: Field) -> str:
+    if field.inline and isinstance(field.shape, OneOf):
+        tag, cls = next(iter(field.shape.by_tag.items()))
+        short = form(cls).short_field
+        return f"{tag}: {_sample(short.shape) if short else '...'}"
+    return f"{field.name}: {_sample(field.shape)}"
 
 
 def _sample(shape: Shape) -> str:
@@ -175,7 +191,9 @@ def _sample(shape: Shape) -> str:
             return "0..3"
         case Flag():
             return "true"
-        case Many() | WordOr() | Record() | OneOf() | Text():
+        case OneOf(by_tag=by_tag):
+            return next((tag for tag, cls in by_tag.items() if form(cls).may_be_bare), "...")
+        case Many() | WordOr() | Record() | Text():
             return "..."
         case _:
             assert_never(shape)
@@ -189,6 +207,8 @@ def _plural(shape: Shape) -> str:
             return "whole numbers" + _bounds(low, high)
         case WordOr(word=word, item=item):
             return f"{_plural(item)} or `{word}`"
+        case Record():
+            return expected(shape).replace("a mapping", "mappings", 1)
         case _:
             return expected(shape)
 

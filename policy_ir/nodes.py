@@ -1,4 +1,4 @@
-"""The language as data: every node of a policy file, frozen and closed.
+"""The language as data: a policy file, and by re-export every node in it.  All are frozen and closed.
 
 Text is turned into these structs by `parse`, and back by `printer`; the Python builder makes the same
 structs.  Nothing here knows a model or a device.  Counts are in tokens of one sequence; `recent` counts the
@@ -7,68 +7,60 @@ query's own token.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 
-Phase = Literal["prefill", "decode"]
-PHASES: tuple[Phase, ...] = ("prefill", "decode")
+from kvir.policy_ir.base import (
+    LANGUAGE_VERSION,
+    MAX_TOKENS,
+    PHASES,
+    Index,
+    IndexRange,
+    IndexSet,
+    Node,
+    Phase,
+    Tokens,
+    TokensOrFull,
+)
+from kvir.policy_ir.budgets import Budget, Safeguard
+from kvir.policy_ir.rules import Overflow, Region, Rule, Store, Trigger
+from kvir.policy_ir.scores import Score
+from kvir.policy_ir.terms import All, Recent, Sink, StaticTerm, Term, TopK, TopP
 
-LANGUAGE_VERSION = 1
-MAX_TOKENS = 1 << 30  # far beyond any context; keeps every later product inside 64 bits
-
-Tokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
-TokensOrFull = Annotated[Tokens | None, Meta(extra={"none": "full"})]  # None keeps all rows; text says `full`
-Index = Annotated[int, Meta(ge=0, lt=1 << 16)]
-
-
-class Node(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of every node: immutable, hashable, unknown fields are errors."""
-
-
-# ---- what a unit keeps -------------------------------------------------------------------------------------
-
-
-class All(Node, frozen=True, tag="all"):
-    """Every row: the unit behaves like stock attention."""
-
-
-class Sink(Node, frozen=True, tag="sink"):
-    """The first `tokens` rows of the sequence (StreamingLLM's attention sinks)."""
-
-    tokens: Tokens
-
-
-class Recent(Node, frozen=True, tag="recent"):
-    """The last `tokens` rows, the query's own included: query q sees keys q - tokens + 1 .. q."""
-
-    tokens: Tokens
-
-
-Term = All | Sink | Recent
-
-
-# ---- where a rule applies ----------------------------------------------------------------------------------
-
-
-class IndexRange(Node, frozen=True, order=True):
-    """`first..last`, both included, as written in the text; a single index has first == last."""
-
-    first: Index
-    last: Index
-
-
-IndexSet = tuple[IndexRange, ...]
-
-
-class Rule(Node, frozen=True):
-    """What the selected units keep.  Later rules refine earlier ones; what no rule covers is `all`."""
-
-    keep: tuple[Term, ...]
-    layers: IndexSet | None = None  # None: every layer
-    heads: IndexSet | None = None  # None: every KV head
-    phase: Phase | None = None  # None: both phases
+__all__ = [
+    "LANGUAGE_VERSION",
+    "MAX_TOKENS",
+    "PHASES",
+    "All",
+    "Budget",
+    "Index",
+    "IndexRange",
+    "IndexSet",
+    "ModelPin",
+    "Node",
+    "Overflow",
+    "Phase",
+    "Policy",
+    "Provenance",
+    "Recent",
+    "Region",
+    "Rule",
+    "Safeguard",
+    "Score",
+    "Sink",
+    "StaticTerm",
+    "Store",
+    "Term",
+    "Tokens",
+    "TokensOrFull",
+    "TopK",
+    "TopP",
+    "Trigger",
+    "Windows",
+    "encode",
+]
 
 
 class Windows(Node, frozen=True):
@@ -76,9 +68,6 @@ class Windows(Node, frozen=True):
 
     table: tuple[tuple[TokensOrFull, ...], ...]  # [layer][kv_head]
     sink: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
-
-
-# ---- the file ----------------------------------------------------------------------------------------------
 
 
 class ModelPin(Node, frozen=True):

@@ -1,22 +1,22 @@
 """`Policy` -> canonical text; `parse(print_policy(p)) == p` for every policy.
 
-Fields at their default are left out, a struct with one thing to say is written short, and a part goes on one
-line if it fits, else one line per field or item.  Comments belong to `format`, which keeps them.
+Fields at their default are left out, and a struct with one thing to say is written short.  Comments belong to
+`format`, which keeps them.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from typing import Any, assert_never
 
 from msgspec import Struct
 
-from kvir.policy_ir.nodes import IndexRange, Policy, Windows
+from kvir.policy_ir.base import IndexRange
+from kvir.policy_ir.doc import Doc, Entries, Items, Leaf, Notes, layout, one_line, quoted
+from kvir.policy_ir.nodes import Policy, Rule, Windows
 from kvir.policy_ir.shape import (
     Choice,
+    Field,
     Flag,
-    Form,
     Many,
     OneOf,
     Range,
@@ -30,148 +30,82 @@ from kvir.policy_ir.shape import (
     plain_default,
 )
 
-LINE_COLUMNS = 100
-
 # these are easier to read, and to compare by line, one below the other
-_ONE_PER_LINE = {(Policy, "rules"), (Policy, "windows"), (Windows, "table")}
-
-_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_+./-]*( [A-Za-z0-9_+(./-][A-Za-z0-9_+)./-]*)*")
-_RESERVED = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
+APART = {(Policy, "rules"), (Policy, "windows"), (Windows, "table")}
+BARE = {Rule}  # `- keep: all` needs no braces
 
 
 def print_policy(policy: Policy) -> str:
     """The canonical text, ending with a line break."""
-    return "".join(f"{line}\n" for line in _fields_block(policy))
+    return layout(_record(policy))
 
 
 def print_term(value: Struct) -> str:
     """One node as a single line, e.g. `{recent: 1024}`, for messages and tables."""
-    return _flow(value, _shape_of(value))
+    if isinstance(value, IndexRange):
+        return range_text(value)
+    return one_line(_tagged(value) if form(type(value)).tag else _record(value))
 
 
-# ---- on one line -------------------------------------------------------------------------------------------
+def range_text(value: IndexRange) -> str:
+    return str(value.first) if value.first == value.last else f"{value.first}..{value.last}"
 
 
-def _flow(value: Any, shape: Shape) -> str:
+def _doc(value: Any, shape: Shape) -> Doc:
     match shape:
         case Whole():
-            return str(value)
+            return Leaf(str(value))
         case Real():
-            return repr(float(value))
-        case Text():
-            return _quoted(value)
+            return Leaf(repr(float(value)))
+        case Text() | Choice():
+            return Leaf(quoted(value))
         case Flag():
-            return "true" if value else "false"
-        case Choice():
-            return _quoted(value)
+            return Leaf("true" if value else "false")
         case Range():
-            return _range(value)
+            return Leaf(range_text(value))
         case WordOr(word=word, item=item):
-            return word if value is None else _flow(value, item)
+            return Leaf(word) if value is None else _doc(value, item)
         case Many(item=item, lone=lone):
-            if lone and len(value) == 1 and not (text := _flow(value[0], item)).startswith("{"):
-                return text
-            return f"[{', '.join(_flow(v, item) for v in value)}]"
+            docs = [_doc(part, item) for part in value]
+            return docs[0] if lone and len(docs) == 1 else Items([(doc, Notes()) for doc in docs])
         case Record():
-            return _braces(_written(value))
+            return _record(value)
         case OneOf():
             return _tagged(value)
         case _:
             assert_never(shape)
 
 
-def _tagged(value: Struct) -> str:
-    struct = form(type(value))
-    written = _written(value)
-    if not written:
-        return str(struct.tag)
-    if (short := _short(struct, written)) is not None:
-        return f"{{{struct.tag}: {short}}}"
-    return f"{{{struct.tag}: {_braces(written)}}}"
-
-
-def _short(struct: Form, written: list[tuple[str, Any, Shape]]) -> str | None:
-    """The value alone, if it may stand for the whole struct."""
-    field = struct.short_field
-    if field is None or [name for name, _, _ in written] != [field.name]:
-        return None
-    text = _flow(written[0][1], field.shape)
-    return None if text.startswith("{") else text
-
-
-def _braces(written: list[tuple[str, Any, Shape]]) -> str:
-    return "{" + ", ".join(f"{name}: {_flow(value, shape)}" for name, value, shape in written) + "}"
-
-
-def _written(value: Struct) -> list[tuple[str, Any, Shape]]:
-    """The fields that must be written: (name, value, shape)."""
-    fields = ((f, getattr(value, f.name)) for f in form(type(value)).fields.values())
-    return [(f.name, v, f.shape) for f, v in fields if not plain_default(f, v)]
-
-
-def _range(value: IndexRange) -> str:
-    return str(value.first) if value.first == value.last else f"{value.first}..{value.last}"
-
-
-def _quoted(text: str) -> str:
-    if _PLAIN.fullmatch(text) and text.lower() not in _RESERVED:
-        return text
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _shape_of(value: Struct) -> Shape:
-    struct = form(type(value))
-    if isinstance(value, IndexRange):
-        return Range(value.last)
-    return OneOf({struct.tag: struct.cls}) if struct.tag else Record(struct.cls)
-
-
-# ---- on several lines --------------------------------------------------------------------------------------
-
-
-def _fields_block(value: Struct) -> list[str]:
-    """One field a line; a field that does not fit goes on in the lines below, indented."""
-    lines: list[str] = []
-    for name, part, shape in _written(value):
-        apart = (type(value), name) in _ONE_PER_LINE and part != ()
-        text = _flow(part, shape)
-        if not apart and len(name) + 2 + len(text) <= LINE_COLUMNS - 4:
-            lines.append(f"{name}: {text}")
+def _record(value: Struct) -> Entries:
+    cls = type(value)
+    entries: list[tuple[str, Doc, Notes]] = []
+    for field in form(cls).fields.values():
+        part = getattr(value, field.name)
+        if plain_default(field, part):
             continue
-        below = _block(part, shape)
-        lines += [f"{name}: {text}"] if below is None else [f"{name}:", *(f"  {line}" for line in below)]
-    return lines
+        key, doc = _inline(part) if field.inline else (field.name, _doc(part, field.shape))
+        if (cls, field.name) in APART and isinstance(doc, Items | Entries):
+            doc.apart = True
+        entries.append((key, doc, Notes()))
+    return Entries(entries, bare=cls in BARE)
 
 
-def _block(value: Any, shape: Shape) -> list[str] | None:
-    """The same on several lines; None for what has no such form."""
-    match shape:
-        case Many(item=item):
-            parts: tuple[Any, ...] = value
-            return [line for part in parts for line in _item(part, item)]
-        case Record():
-            return _fields_block(value)
-        case OneOf():
-            node: Struct = value
-            struct = form(type(node))
-            written = _written(node)
-            if not written or _short(struct, written) is not None:
-                return None
-            return [f"{struct.tag}:", *(f"  {line}" for line in _fields_block(node))]
-        case Whole() | Real() | Text() | Flag() | Choice() | Range() | WordOr():
-            return None
-        case _:
-            assert_never(shape)
+def _tagged(value: Struct) -> Doc:
+    key, doc = _inline(value)
+    return Leaf(key) if isinstance(doc, Entries) and not doc.entries else Entries([(key, doc, Notes())])
 
 
-def _item(value: Any, shape: Shape) -> list[str]:
-    """One `- ` item of a list."""
-    text = _flow(value, shape)
-    if isinstance(shape, Record) and len(written := _written(value)) == 1:
-        text = text[1:-1] if written else text  # `- keep: all` needs no braces
-    if len(text) <= LINE_COLUMNS - 8 or isinstance(shape, Many):  # a row of a table stays one line
-        return [f"- {text}"]
-    below = _block(value, shape)
-    if below is None:
-        return [f"- {text}"]
-    return [f"- {below[0]}", *(f"  {line}" for line in below[1:])]
+def _inline(value: Struct) -> tuple[str, Doc]:
+    """The tag, and what follows it: the value of the only required field if that is all, else the fields."""
+    struct = form(type(value))
+    record = _record(value)
+    if may_be_short(struct.short_field, record):
+        return str(struct.tag), record.entries[0][1]
+    return str(struct.tag), record
+
+
+def may_be_short(field: Field | None, record: Entries) -> bool:
+    """Whether the value of that field may stand for all fields: it is alone, and no mapping."""
+    if field is None or len(record.entries) != 1 or record.entries[0][0] != field.name:
+        return False
+    return not isinstance(record.entries[0][1], Entries)

@@ -1,0 +1,87 @@
+"""Where, when and how: rules, triggers, and what becomes of rows that do not stay."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kvir.policy_ir.base import Count, IndexSet, Node, Phase, Tokens
+from kvir.policy_ir.terms import Term
+
+# ---- when a selection runs ---------------------------------------------------------------------------------
+
+
+class TriggerBase(Node, frozen=True):
+    """Base of every trigger."""
+
+
+class PrefillChunk(TriggerBase, frozen=True, tag="prefill_chunk"):
+    """After every chunk of the prompt: the server's chunks, or blocks of `tokens`."""
+
+    tokens: Tokens | None = None
+
+
+class PrefillEnd(TriggerBase, frozen=True, tag="prefill_end"):
+    """Once, after the last chunk of the prompt, if the prompt is longer than `over`."""
+
+    over: Count = 0
+
+
+class Every(TriggerBase, frozen=True, tag="every"):
+    """After each `tokens` generated tokens of the sequence."""
+
+    tokens: Tokens
+
+
+class Over(TriggerBase, frozen=True, tag="over"):
+    """When a unit holds more than `tokens` rows."""
+
+    tokens: Tokens
+
+
+Trigger = PrefillChunk | PrefillEnd | Every | Over
+
+
+# ---- what becomes of the rest ------------------------------------------------------------------------------
+
+
+class OverflowBase(Node, frozen=True):
+    """Base of every overflow."""
+
+
+class Evict(OverflowBase, frozen=True, tag="evict"):
+    """Rows that do not stay are gone."""
+
+
+class Merge(OverflowBase, frozen=True, tag="merge"):
+    """Rows that do not stay are averaged into rows that do.
+
+    `into: pairwise` joins the best loser with the worst winner and so on, `one` all losers with the worst
+    winner, `neighbour` each loser with the next row that stays.  Weights are scores, or equal.  Averaged
+    keys blur their positions, so keys may stay as they are.
+    """
+
+    into: Literal["pairwise", "one", "neighbour"] = "pairwise"
+    keys: Literal["average", "keep"] = "average"
+    weights: Literal["score", "equal"] = "score"
+
+
+Overflow = Evict | Merge
+
+Region = Literal["prompt", "generated", "all"]
+Store = Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2", "int8", "int4"]
+
+
+class Rule(Node, frozen=True):
+    """What the selected units keep.  Later rules refine earlier ones; what no rule covers is `all`."""
+
+    keep: tuple[Term, ...]
+    layers: IndexSet | None = None  # None: every layer
+    heads: IndexSet | None = None  # None: every KV head
+    phase: Phase | None = None  # None: both phases
+    trigger: tuple[Trigger, ...] = ()  # (): `prefill_end` if a term needs scores
+    overflow: Overflow = Evict()
+    region: Region = "all"  # the rows that may go
+    store: Store = "auto"  # how kept rows are stored; auto: as the model computes them
+    positions: Literal["original", "cache"] = (
+        "original"  # cache: rows are rotated by their place in the cache
+    )
