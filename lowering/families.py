@@ -19,19 +19,30 @@ CHUNKED = "chunked_attention"  # a query sees its own chunk only, Llama 4
 Defaults = dict[str, int | None]
 
 
+Pattern = Literal[
+    "full",  # every layer is global
+    "sliding",  # every layer has the native window
+    "sliding_from",  # those from `max_window_layers` on
+    "sliding_but_each",  # all but each n-th; the config's `sliding_window_pattern` wins over `each`
+    "linear_but_each",  # all but each n-th have no KV cache; `full_attention_interval` wins
+    "chunked_with_rope",  # all but each n-th see their own chunk only; `no_rope_layers` wins
+    "listed",  # nobody knows without the config's `layer_types`
+]
+
+
 class Family(Struct, frozen=True, kw_only=True):
     """How a family's config is read.
 
-    sliding: which layers have the native window, unless the config lists `layer_types`: none, every layer,
-        those from `max_window_layers` on, or all but each n-th (the config's `sliding_window_pattern` wins).
+    pattern, each: the kinds of layers of a config that does not list `layer_types`.
     gated: the window counts only if `use_sliding_window` is true.
-    linear_but: all layers but each n-th are linear attention without a KV cache (the config's
-        `full_attention_interval` wins).
+    global_head_dim: global layers have this head size, or the config's, and may have their own KV heads.
+    needs: features that attention may need; the config decides.
     """
 
-    sliding: Literal["none", "every", "from_max_window_layers"] | int = "none"
+    pattern: Pattern = "full"
+    each: int = 1
     gated: bool = False
-    linear_but: int | None = None
+    global_head_dim: int | None = None
     defaults: Defaults = {}
     needs: tuple[str, ...] = ()
 
@@ -47,7 +58,9 @@ _GEMMA3: Defaults = {
     "sliding_window": 4096,
     "max_position_embeddings": 131072,
 }
-_QWEN_HYBRID = Family(linear_but=4)
+_WINDOW_4096: Defaults = {"sliding_window": 4096}
+_QWEN = Family(pattern="sliding_from", gated=True, defaults=_WINDOW_4096)
+_QWEN_HYBRID = Family(pattern="linear_but_each", each=4, defaults={"head_dim": 256})
 _FULL = Family(defaults=MHA)
 
 FAMILIES: dict[str, Family] = {
@@ -67,31 +80,58 @@ FAMILIES: dict[str, Family] = {
     "stablelm": _FULL,
     "cohere": _FULL,
     # one window, every layer
-    "mistral": Family(sliding="every"),
-    "mixtral": Family(sliding="every"),
-    "ministral": Family(sliding="every"),
-    "ministral3": Family(sliding="every"),
-    "phi3": Family(sliding="every", defaults=MHA),
-    "phimoe": Family(sliding="every"),
-    "starcoder2": Family(sliding="every"),
+    "mistral": Family(pattern="sliding", defaults=_WINDOW_4096),
+    "mixtral": Family(pattern="sliding"),
+    "ministral": Family(pattern="sliding", defaults=_WINDOW_4096),
+    "ministral3": Family(pattern="sliding", defaults={"head_dim": 128}),
+    "phi3": Family(pattern="sliding", defaults=MHA),
+    "phimoe": Family(pattern="sliding"),
+    "starcoder2": Family(pattern="sliding"),
     # Qwen: a window only where `use_sliding_window` says so
-    "qwen2": Family(sliding="from_max_window_layers", gated=True),
-    "qwen2_5_vl": Family(sliding="from_max_window_layers", gated=True),
-    "qwen2_5_vl_text": Family(sliding="from_max_window_layers", gated=True),
-    "qwen2_vl": Family(sliding="from_max_window_layers", gated=True),
-    "qwen2_vl_text": Family(sliding="from_max_window_layers", gated=True),
-    "qwen3": Family(sliding="from_max_window_layers", gated=True, defaults={"head_dim": 128}),
-    "qwen3_moe": Family(sliding="every", gated=True),
+    "qwen2": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen2_5_vl_text": _QWEN,
+    "qwen2_vl": _QWEN,
+    "qwen2_vl_text": _QWEN,
+    "qwen3": Family(pattern="sliding_from", gated=True, defaults={"head_dim": 128, "sliding_window": 4096}),
+    "qwen3_moe": Family(pattern="sliding", gated=True, defaults=_WINDOW_4096),
     "qwen3_vl_text": Family(defaults={"head_dim": 128}),
     "qwen3_vl_moe_text": Family(),
     # windows alternating with global layers
-    "cohere2": Family(sliding=4, defaults={"sliding_window": 4096}),
-    "exaone4": Family(sliding=4, defaults={"sliding_window": 4096}),
-    "gemma2": Family(sliding=2, defaults={"head_dim": 256, "sliding_window": 4096}, needs=(LOGIT_CAP,)),
-    "gemma3_text": Family(sliding=6, defaults=_GEMMA3),
-    "gpt_oss": Family(sliding=2, defaults={"head_dim": 64, "sliding_window": 128}, needs=(LEARNED_SINKS,)),
-    "olmo3": Family(sliding=4, defaults={"sliding_window": 4096}),
+    "cohere2": Family(pattern="sliding_but_each", each=4, defaults=_WINDOW_4096),
+    "exaone4": Family(pattern="sliding_but_each", each=4, defaults=_WINDOW_4096),
+    "gemma2": Family(
+        pattern="sliding_but_each",
+        each=2,
+        defaults={"head_dim": 256, "sliding_window": 4096},
+        needs=(LOGIT_CAP,),
+    ),
+    "gemma4_text": Family(
+        pattern="sliding_but_each",
+        each=6,
+        global_head_dim=512,
+        defaults={"head_dim": 256, "sliding_window": 512},
+    ),
+    "gemma3_text": Family(pattern="sliding_but_each", each=6, defaults=_GEMMA3),
+    "gpt_oss": Family(
+        pattern="sliding_but_each",
+        each=2,
+        defaults={"head_dim": 64, "sliding_window": 128},
+        needs=(LEARNED_SINKS,),
+    ),
+    "olmo3": Family(pattern="sliding_but_each", each=4, defaults=_WINDOW_4096),
     "smollm3": Family(gated=True),
+    # chunks instead of windows
+    "llama4_text": Family(
+        pattern="chunked_with_rope",
+        each=4,
+        defaults={"head_dim": 128, "num_key_value_heads": None, "attention_chunk_size": 8192},
+        needs=(CHUNKED,),
+    ),
+    # layers of several kinds, as listed
+    "granitemoehybrid": Family(pattern="listed", defaults=MHA),
+    "lfm2": Family(pattern="listed"),
+    "lfm2_moe": Family(pattern="listed"),
     # three linear layers for each one with a KV cache
     "qwen3_next": _QWEN_HYBRID,
     "qwen3_5_text": _QWEN_HYBRID,
@@ -101,6 +141,7 @@ FAMILIES: dict[str, Family] = {
 # `model_type` of a text config that does not name its own
 NESTED: dict[str, str] = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "llama4": "llama4_text",
     "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen2_vl": "qwen2_vl_text",

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvir.lowering.families import FAMILIES, REFUSED
-from kvir.lowering.model_facts import Refused, facts_of, load_model
+from kvir.lowering.config_reader import Refused
+from kvir.lowering.families import FAMILIES, NESTED, REFUSED
+from kvir.lowering.model_facts import facts_of, load_model
 from kvir.policy_ir import PolicyError
 from support.models import CONFIGS, config_model
 
@@ -28,6 +29,10 @@ PUBLISHED: dict[str, tuple[int, int, int, int, int | None, int]] = {
     "gemma-3-1b": (26, 4, 1, 256, 512, 22),
     "gemma-3-4b": (34, 8, 4, 256, 1024, 29),
     "gpt-oss-20b": (24, 64, 8, 64, 128, 12),
+    "qwen3-30b-a3b": (48, 32, 4, 128, None, 0),
+    "phi-4-mini": (32, 24, 8, 128, None, 0),  # a window as long as twice the context
+    "llama-4-scout": (48, 40, 8, 128, 8192, 36),
+    "qwen3-next-80b": (12, 16, 2, 256, None, 0),
 }
 
 
@@ -54,7 +59,7 @@ def test_transformers_reads_the_same(name: str) -> None:
         ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"]
         * model.layer_count
     )
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_layer = getattr(config, "per_layer_config", None)
     cached = {i: kind for i, kind in enumerate(kinds) if kind != "linear_attention"}
     assert [x.layer_id for x in model.layers] == list(cached)
     assert model.layer_count == config.num_hidden_layers
@@ -62,9 +67,15 @@ def test_transformers_reads_the_same(name: str) -> None:
     for layer in model.layers:
         assert layer.query_heads == config.num_attention_heads
         assert layer.kv_heads == config.num_key_value_heads
+        own = per_layer[layer.layer_id] if per_layer else config
+        head_dim = getattr(own, "head_dim", None) or config.hidden_size // config.num_attention_heads
         assert layer.head_dim == head_dim
-        window = config.sliding_window if cached[layer.layer_id] == "sliding_attention" else None
-        assert layer.native_window_tokens == window
+        kind = cached[layer.layer_id]
+        window = config.sliding_window if kind == "sliding_attention" else None
+        if kind == "chunked_attention":
+            window = config.attention_chunk_size
+        # a window that the context never fills is none
+        assert layer.native_window_tokens == (window if (window or 0) < model.context_tokens else None)
 
 
 def test_a_window_counts_the_querys_own_row() -> None:
@@ -81,7 +92,12 @@ def test_a_window_counts_the_querys_own_row() -> None:
 def test_the_fingerprint_fixes_meaning_and_nothing_else() -> None:
     config = json.loads((CONFIGS / "gemma-3-1b/config.json").read_text())
     base = facts_of(config).fingerprint
-    same = {"torch_dtype": "float32", "vocab_size": 7, "max_position_embeddings": 64, "architectures": ["X"]}
+    same = {
+        "torch_dtype": "float32",
+        "vocab_size": 7,
+        "max_position_embeddings": 8192,
+        "architectures": ["X"],
+    }
     other = {
         "num_hidden_layers": 27,
         "num_attention_heads": 8,
@@ -121,6 +137,50 @@ def test_nonsense_is_refused_with_a_diagnostic(content: bytes, tmp_path: Path) -
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(PolicyError, match=r"error\[KV20[0-2]\]"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_defaults_of_a_family_are_those_of_transformers(family: str) -> None:
+    """A config that gives shapes only: everything else is the family's own."""
+    from transformers import CONFIG_MAPPING
+
+    config: dict[str, Any] = {
+        "model_type": family,
+        "num_hidden_layers": 9,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
+        "max_position_embeddings": 1 << 20,
+        "use_sliding_window": True,
+        "max_window_layers": 5,
+    }
+    if FAMILIES[family].pattern == "listed":
+        linear, full = ("mamba", "attention") if family == "granitemoehybrid" else ("conv", "full_attention")
+        config["layer_types"] = [linear, full, *[linear] * 7]
+    outer = {v: k for k, v in NESTED.items()}.get(family, family)
+    reference: Any = CONFIG_MAPPING[family if family in CONFIG_MAPPING else outer]
+    reference = reference.sub_configs.get(
+        "text_config", reference
+    )  # known only as a part of its outer config
+    theirs = reference(**{k: v for k, v in config.items() if k != "model_type"})
+    ours = facts_of(config)
+    kinds = getattr(theirs, "layer_types", None)
+    if kinds is None:
+        kinds = ["sliding_attention" if getattr(theirs, "sliding_window", None) else "full_attention"] * 9
+    cached = {i: k for i, k in enumerate(kinds) if k not in ("linear_attention", "conv", "mamba")}
+    assert [x.layer_id for x in ours.layers] == list(cached)
+    assert set(ours.needs) == set(FAMILIES[family].needs)
+    for layer in ours.layers:
+        kind = cached[layer.layer_id]
+        if kind == "sliding_attention":
+            assert layer.native_window_tokens == theirs.sliding_window
+        elif kind == "chunked_attention":
+            assert layer.native_window_tokens == theirs.attention_chunk_size
+        else:
+            assert layer.native_window_tokens is None
+        per_layer = getattr(theirs, "per_layer_config", None)
+        own = per_layer[layer.layer_id] if per_layer else theirs
+        assert layer.head_dim == (getattr(own, "head_dim", None) or 16), kind
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
