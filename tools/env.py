@@ -27,6 +27,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "tools" / "constraints.txt"
 MARKER = ".complete"  # written last: a shared environment without it was interrupted
 STAMP = ".kvir"  # in .venv: what it was made for
+KERNELS = ROOT / "kernels" / "cpu"
+KERNELS_STAMP = ".kvir-kernels"  # in .venv: the sources that the compiled kernels were made from
 NEED_BYTES = 16 << 30  # 11 GB of packages and the downloads on their way
 STARTED = time.monotonic()
 
@@ -65,10 +68,10 @@ def step(text: str) -> None:
     print(f"env: [{time.monotonic() - STARTED:5.0f} s] {text}", file=sys.stderr, flush=True)
 
 
-def run(command: Sequence[str | Path], what: str) -> None:
+def run(command: Sequence[str | Path], what: str, **variables: str) -> None:
     """Run a command with its output shown; raises EnvError with the command when it fails."""
     hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment = {name: value for name, value in os.environ.items() if name not in hidden} | variables
     done = subprocess.run([str(word) for word in command], stdout=sys.stderr, env=environment)
     if done.returncode != 0:
         line = " ".join(str(word) for word in command)
@@ -176,18 +179,45 @@ def make_checkout(venv: Path, shared: Path) -> None:
             (venv / "bin" / name).symlink_to(shared / "bin" / name)
     pip = [venv / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--quiet"]
     offline = ["--no-deps", "--no-build-isolation", "--no-index"]
-    run([*pip, "install", *offline, "--editable", ROOT], "installing kvir")
+    # No compiler for setup.py, which would go on without kernels: `make_kernels` builds them, or says why not.
+    run([*pip, "install", *offline, "--editable", ROOT], "installing kvir", CXX="false")
     (venv / STAMP).write_text(stamp(shared))
+
+
+def kernels_stamp() -> str:
+    digest = hashlib.sha256()
+    for path in sorted([*KERNELS.glob("*.cpp"), *KERNELS.glob("*.h"), KERNELS / "build.py"]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return f"{sysconfig.get_config_var('EXT_SUFFIX')} {digest.hexdigest()}"
+
+
+def kernels_current(venv: Path) -> bool:
+    built = KERNELS / f"_ops{sysconfig.get_config_var('EXT_SUFFIX')}"
+    try:
+        return built.exists() and (venv / KERNELS_STAMP).read_text() == kernels_stamp()
+    except OSError:
+        return False
+
+
+def make_kernels(venv: Path) -> None:
+    """Compile the CPU kernels if their sources changed.  Needs the lock held."""
+    if kernels_current(venv):
+        return
+    step("compiling the CPU kernels (about 30 seconds)")
+    sources = kernels_stamp()  # before, so that a change while compiling is not missed
+    run([venv / "bin" / "python", KERNELS / "build.py"], "compiling the CPU kernels")
+    (venv / KERNELS_STAMP).write_text(sources)
     step("checkout ready")
 
 
 def make() -> Path:
     """Make what is missing and return the interpreter of this checkout."""
     shared, venv = kvir_home() / "envs" / key(), ROOT / ".venv"
-    if not ((shared / MARKER).exists() and checkout_current(venv, shared)):
+    if not ((shared / MARKER).exists() and checkout_current(venv, shared) and kernels_current(venv)):
         with exclusive(shared.with_suffix(".lock"), f"another process is preparing {shared}", step):
             make_shared(shared)
             make_checkout(venv, shared)
+            make_kernels(venv)
     return venv / "bin" / "python"
 
 
