@@ -179,7 +179,7 @@ def make_checkout(venv: Path, shared: Path) -> None:
             (venv / "bin" / name).symlink_to(shared / "bin" / name)
     pip = [venv / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--quiet"]
     offline = ["--no-deps", "--no-build-isolation", "--no-index"]
-    # No compiler for setup.py, which would go on without kernels: `make_kernels` builds them, or says why not.
+    # No compiler for setup.py, which would go on without: `make_kernels` builds them, or says why not.
     run([*pip, "install", *offline, "--editable", ROOT], "installing kvir", CXX="false")
     (venv / STAMP).write_text(stamp(shared))
 
