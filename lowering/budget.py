@@ -37,7 +37,7 @@ class Budget:
                 "KV310",
                 f"the runtime cannot execute `{word}` yet (refused by `{self.name}`)",
                 place(self.report, path),
-                help="use `all`, `sink` and `recent`",
+                help="use `all`, `sink` and `recent`" if ".keep[" in path else f"leave `{word}` out",
             )
         prefill, decode = retentions(bound, bound.prefill_rule), retentions(bound, bound.decode_rule)
         self._decode_within_prefill(bound, prefill, decode)

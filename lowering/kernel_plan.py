@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvir.kernels.catalog import CATALOG, OPS
+from kvir.lowering.device_facts import DEVICES
 from kvir.lowering.stages import KernelChoice, KernelPlan, LayoutPlan
 from kvir.policy_ir.diagnostic import Report
-
-DEVICES = tuple(sorted({d for row in CATALOG.values() for x in row for d in x.devices}))
 
 
 @dataclass(frozen=True)
@@ -22,9 +21,9 @@ class ChooseKernels:
         if self.device not in DEVICES:
             self.report.error(
                 "KV502",
-                f"kvir has no kernels for device `{self.device}`",
+                f"unknown device `{self.device}`",
                 None,
-                help=f"devices with kernels: {', '.join(DEVICES)}",
+                help=f"known devices: {', '.join(DEVICES)}",
             )
             self.report.raise_if_errors()
         choices = [choose(op, self.device, layout) for op in OPS]
@@ -46,7 +45,7 @@ def choose(op: str, device: str, layout: LayoutPlan) -> KernelChoice:
     rejected: list[tuple[str, str]] = []
     for x in CATALOG[op]:
         needs = layout.budgeted.bound.model.needs if op.startswith("attend") else ()
-        reason = x.refusal(device, layout.dtype, layout.head_dim, needs)
+        reason = x.refusal(DEVICES[device].kind, layout.dtype, layout.head_dim, needs)
         if reason is None and chosen:
             reason = f"comes after `{chosen}`"
         if reason is None:

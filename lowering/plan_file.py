@@ -10,6 +10,7 @@ import msgspec
 
 from kvir import __version__
 from kvir.lowering import spec
+from kvir.lowering.device_facts import DEVICES
 from kvir.lowering.plan_fingerprint import PLAN_FORMAT
 from kvir.lowering.stages import Dtype, ExecutionPlan, ModelFacts
 from kvir.policy_ir.diagnostic import Report
@@ -103,14 +104,21 @@ def decode(
             None,
             help=_AGAIN,
         )
-    for word, planned, wanted in (
-        ("dtype", plan.layout.dtype, dtype),
-        ("device", plan.buckets.kernels.device, device),
+    planned_device = plan.buckets.kernels.device
+    for word, planned, wanted, same in (
+        ("dtype", plan.layout.dtype, dtype, plan.layout.dtype == dtype),
+        ("device", planned_device, device, _same_device(planned_device, device)),
     ):
-        if wanted is not None and planned != wanted:
+        if wanted is not None and not same:
             report.error("KV606", f"the plan is for {word} {planned}, not {wanted}", None, help=_AGAIN)
     report.raise_if_errors()
     return plan
+
+
+def _same_device(planned: str, wanted: str | None) -> bool:
+    """Whether a plan for one device may run on another: a server says `cuda`, a plan may name the card."""
+    facts = [DEVICES[name] for name in (planned, wanted) if name in DEVICES]
+    return planned == wanted or (len(facts) == 2 and wanted == facts[0].kind)
 
 
 def _decode(data: bytes, report: Report) -> ExecutionPlan | None:

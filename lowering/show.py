@@ -10,9 +10,11 @@ from rich.table import Table
 
 from kvir.lowering import footprint
 from kvir.lowering.budget import words
+from kvir.lowering.device_facts import DeviceFacts
 from kvir.lowering.footprint import LayerCost
 from kvir.lowering.places import ranges
 from kvir.lowering.stages import LayoutPlan, Retention
+from kvir.lowering.tensor_parallel import rank_layout
 from kvir.lowering.units import human_bytes
 
 DEFAULT_LENGTHS = (1 << 10, 4 << 10, 16 << 10, 32 << 10, 128 << 10)
@@ -20,9 +22,19 @@ MAX_CLASSES = 12  # shown; the rest is counted
 
 
 def show(
-    layout: LayoutPlan, console: Console, *, memory_bytes: int | None = None, lengths: Sequence[int] = ()
+    layout: LayoutPlan,
+    console: Console,
+    *,
+    memory_bytes: int | None = None,
+    lengths: Sequence[int] = (),
+    rank_count: int = 1,
+    device: DeviceFacts | None = None,
 ) -> None:
-    """Print every table.  `lengths` in tokens; by default some up to the model's context."""
+    """Print every table.
+
+    `lengths` in tokens; by default some up to the model's context.  `memory_bytes` is of one rank, and what
+    fits is what fits on the fullest one.  ValueError if heads do not divide over the ranks.
+    """
     model = layout.budgeted.bound.model
     if not lengths:
         lengths = [n for n in DEFAULT_LENGTHS if n <= model.context_tokens] or [model.context_tokens]
@@ -38,9 +50,14 @@ def show(
     console.print(_layers(layout))
     if any(c.window_pages is not None for c in layout.classes):
         console.print(_classes(layout))
-    console.print(_requests(layout, lengths))
+    console.print(_requests(layout, lengths, device))
+    fullest = layout
+    if rank_count > 1:
+        ranks = [rank_layout(layout, rank_count, rank) for rank in range(rank_count)]
+        fullest = max(ranks, key=lambda rank: footprint.peak_bytes(rank, lengths[-1]))
+        console.print(_ranks(ranks, lengths[-1]))
     if memory_bytes is not None:
-        console.print(_capacity(layout, memory_bytes, lengths))
+        console.print(_capacity(fullest, memory_bytes, lengths))
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -119,29 +136,41 @@ def _classes(layout: LayoutPlan) -> Table:
     return table
 
 
-def _requests(layout: LayoutPlan, lengths: Sequence[int]) -> Table:
+def _requests(layout: LayoutPlan, lengths: Sequence[int], device: DeviceFacts | None) -> Table:
+    """`read` is the least time in which the device's memory delivers what a decode step attends to."""
     phased = any(c.decode is not None for c in layout.classes)
-    table = _table(
-        "One request",
-        "length",
-        *(("in decode",) if phased else ()),
-        "resident",
-        "at most",
-        "full KV",
-        "share",
-    )
+    rate = device.bytes_per_second if device is not None else None
+    columns = ["length", "resident", "at most", "full KV", "share"]
+    if phased:
+        columns.insert(1, "in decode")
+    if rate is not None:
+        columns.append("read")
+    table = _table("One request", *columns)
     for n in lengths:
-        full = footprint.full_bytes(layout, n)
+        full, peak = footprint.full_bytes(layout, n), footprint.peak_bytes(layout, n)
         resident = footprint.resident_bytes(layout, n)
-        decode = (human_bytes(footprint.resident_bytes(layout, n, "decode")),) if phased else ()
-        peak = footprint.peak_bytes(layout, n)
+        decode = footprint.resident_bytes(layout, n, "decode")
+        cells = [f"{n:,}", human_bytes(resident), human_bytes(peak), human_bytes(full), f"{peak / full:.1%}"]
+        if phased:
+            cells.insert(1, human_bytes(decode))
+        if rate is not None:
+            cells.append(f"{decode / rate * 1e3:.3f} ms")
+        table.add_row(*cells)
+    return table
+
+
+def _ranks(ranks: Sequence[LayoutPlan], n: int) -> Table:
+    table = _table(
+        f"Over {len(ranks)} ranks", "rank", "units", "bytes/token", "windows hold", f"at {n:,} tokens"
+    )
+    for i, rank in enumerate(ranks):
+        costs = footprint.layer_costs(rank)
         table.add_row(
-            f"{n:,}",
-            *decode,
-            human_bytes(resident),
-            human_bytes(peak),
-            human_bytes(full),
-            f"{peak / full:.1%}",
+            str(i),
+            f"{rank.unit_count:,}",
+            f"{sum(c.bytes_per_token for c in costs):,}",
+            human_bytes(sum(c.window_bytes for c in costs)),
+            human_bytes(footprint.peak_bytes(rank, n)),
         )
     return table
 
@@ -151,8 +180,7 @@ def _capacity(layout: LayoutPlan, memory_bytes: int, lengths: Sequence[int]) -> 
     context = layout.budgeted.bound.model.context_tokens
     table_bytes = pool.logical_pages * layout.table_bytes_per_page
     table = _table(
-        f"In {human_bytes(memory_bytes)}: {pool.head_pages:,} head-pages, "
-        f"{human_bytes(table_bytes)} of it page table",
+        f"In {human_bytes(memory_bytes)}, {human_bytes(table_bytes)} of it page table",
         "requests at once",
         "this plan",
         "full KV",

@@ -13,8 +13,10 @@ from typing import assert_never
 from kvir import __version__
 from kvir.kernels.catalog import OPS
 from kvir.lowering.budget import retentions, within
+from kvir.lowering.device_facts import DEVICES
 from kvir.lowering.executable import unexecuted
-from kvir.lowering.kernel_plan import DEVICES, choose
+from kvir.lowering.graph_buckets import decode_buckets
+from kvir.lowering.kernel_plan import choose
 from kvir.lowering.layout import (
     MAX_PAGE_TOKENS,
     TABLE_ENTRY_BYTES,
@@ -134,11 +136,8 @@ def _kernels(stage: KernelPlan) -> Iterator[str]:
 
 
 def _buckets(stage: GraphBuckets) -> Iterator[str]:
-    if stage.kernels.device == "cpu" and stage.decode:
-        yield "a CPU has no graphs"
-    batches = [b.batch for b in stage.decode]
-    if batches != sorted(set(batches)) or any(b < 1 for b in batches):
-        yield "batch sizes must ascend"
+    if stage.decode != decode_buckets(stage.kernels.layout, DEVICES[stage.kernels.device]):
+        yield "buckets do not follow from layout and device"
 
 
 def _plan(stage: ExecutionPlan) -> Iterator[str]:

@@ -38,8 +38,7 @@ def stage_text(stage: AnyStage) -> str:
         case KernelPlan():
             lines = _kernels(stage)
         case GraphBuckets():
-            batches = ", ".join(str(b.batch) for b in stage.decode)
-            lines = iter([f"decode graphs: {batches or 'none'}"])
+            lines = _buckets(stage)
         case ExecutionPlan():
             lines = iter([f"format {stage.format}, kvir {stage.kvir_version}", stage.fingerprint])
         case _:
@@ -100,6 +99,13 @@ def _layout(layout: LayoutPlan) -> Iterator[str]:
         yield f"class {i}: {len(c.units)} units, {span_words(c.prefill)}{decode}"
         for where in class_units(layout, c.units):
             yield f"  {where}"
+
+
+def _buckets(buckets: GraphBuckets) -> Iterator[str]:
+    if not buckets.decode:
+        yield "decode graphs: none"
+    for b in buckets.decode:
+        yield f"decode graph: batch {b.batch}, {b.splits} splits, {b.static_bytes} bytes static"
 
 
 def _kernels(kernels: KernelPlan) -> Iterator[str]:

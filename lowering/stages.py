@@ -145,6 +145,7 @@ class KernelPlan(Stage, frozen=True, kw_only=True):
 
 class GraphBucket(Stage, frozen=True, kw_only=True):
     batch: int
+    splits: int  # parts that each sequence is cut into, reduced at the end
     static_bytes: int
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvir import __version__
+from kvir.cli_parser import parser
 
 if TYPE_CHECKING:
     from kvir.lowering.spec import AnyStage
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from kvir.policy_ir.diagnostic import Report
 
 BAD_INPUT = 2
-DTYPES = ("float32", "bfloat16", "float16")
-PASSES = ("verify", "resolve", "budget", "layout", "kernels", "buckets", "plan")
 
 
 class Usage(Exception):
@@ -32,9 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     from kvir.policy_ir.diagnostic import PolicyError
 
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     try:
-        return args.run(args)
+        return COMMANDS[args.command](args)
     except PolicyError as error:
         _print_report(error.report)
     except Usage as error:
@@ -117,15 +115,26 @@ def show(args: argparse.Namespace) -> int:
     """What each layer keeps, what requests cost, and what fits in memory."""
     from rich.console import Console
 
+    from kvir.lowering.device_facts import DEVICES
     from kvir.lowering.show import show as show_layout
     from kvir.lowering.units import parse_bytes, parse_tokens
 
+    device = DEVICES.get(args.device) if args.device else None
+    if args.device and device is None:
+        raise Usage(f"unknown device `{args.device}`; known: {', '.join(DEVICES)}")
     try:
-        memory_bytes = parse_bytes(args.memory) if args.memory else None
+        memory_bytes = parse_bytes(args.memory) if args.memory else device and device.memory_bytes
         lengths = [parse_tokens(part) for part in args.lengths.split(",")] if args.lengths else []
+        show_layout(
+            _layout(args),
+            Console(),
+            memory_bytes=memory_bytes,
+            lengths=lengths,
+            rank_count=args.tp,
+            device=device,
+        )
     except ValueError as error:
         raise Usage(str(error)) from None
-    show_layout(_layout(args), Console(), memory_bytes=memory_bytes, lengths=lengths)
     return 0
 
 
@@ -146,6 +155,45 @@ def print_file(args: argparse.Namespace) -> int:
 
     print(print_policy(load(args.file)), end="")
     return 0
+
+
+def format_files(args: argparse.Namespace) -> int:
+    """Bring policies into canonical layout, comments kept; with `--check`, only say which would change."""
+    from kvir.lowering.plan_file import write_atomically
+    from kvir.policy_ir import PolicyError, read_file
+    from kvir.policy_ir.format import format_text
+
+    changed = False
+    for name in args.files:
+        policy, report, source = read_file(name)
+        if policy is None:
+            raise PolicyError(report)
+        text = format_text(source.text, name)
+        if text != source.text:
+            changed = True
+            print(f"{name}: {'would change' if args.check else 'formatted'}")
+            if not args.check:
+                write_atomically(name, text.encode())
+    return BAD_INPUT if changed and args.check else 0
+
+
+def schema(args: argparse.Namespace) -> int:
+    """The JSON Schema of policy files, for editors."""
+    from kvir.policy_ir.schema import schema_text
+
+    print(schema_text(), end="")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "check": check,
+    "lower": lower,
+    "show": show,
+    "explain": explain,
+    "print": print_file,
+    "fmt": format_files,
+    "schema": schema,
+}
 
 
 # ---- parts -------------------------------------------------------------------------------------------------
@@ -219,46 +267,3 @@ def _print_report(report: Report) -> None:
 
     color = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     print(render.full(report, color=color), end="", file=sys.stderr)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kvir", description="Compile and inspect KV-cache policies.")
-    parser.add_argument("--version", action="version", version=f"kvir {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    p = commands.add_parser("check", help="say everything that is wrong with policies")
-    p.add_argument("files", nargs="+", metavar="FILE")
-    p.add_argument("--model", metavar="DIR", help="check against this model too")
-    p.add_argument("--dtype", choices=DTYPES)
-    p.add_argument("--device", help="check that kernels exist for this device, e.g. cpu")
-    p.add_argument("--json", action="store_true", help="findings as a JSON list on standard output")
-    p.set_defaults(run=check)
-
-    p = commands.add_parser("lower", help="lower a policy for a model into a plan")
-    p.add_argument("file", metavar="FILE")
-    p.add_argument("--model", metavar="DIR", required=True)
-    p.add_argument("--dtype", choices=DTYPES, help="of the KV cache; default: the model's")
-    p.add_argument("--device", default="cpu")
-    p.add_argument("--page-tokens", type=int, default=16, metavar="N")
-    p.add_argument("-o", "--output", metavar="PLAN", help="default: standard output")
-    p.add_argument("--print-after", action="append", choices=PASSES, help="print that stage; may repeat")
-    p.add_argument("--to", choices=PASSES, default="plan", help="stop after that pass")
-    p.set_defaults(run=lower)
-
-    p = commands.add_parser("show", help="what a policy keeps, costs, and lets fit")
-    p.add_argument("file", metavar="FILE", help="a policy or a plan")
-    p.add_argument("--model", metavar="DIR", help="needed for a policy")
-    p.add_argument("--dtype", choices=DTYPES)
-    p.add_argument("--page-tokens", type=int, default=16, metavar="N")
-    p.add_argument("--memory", metavar="SIZE", help="of the KV cache, e.g. 2GiB: show what fits")
-    p.add_argument("--lengths", metavar="N,N,...", help="sequence lengths, e.g. 1k,32k")
-    p.set_defaults(run=show)
-
-    p = commands.add_parser("explain", help="what a diagnostic code means")
-    p.add_argument("code", metavar="CODE", help="e.g. KV203")
-    p.set_defaults(run=explain)
-
-    p = commands.add_parser("print", help="a policy in canonical form")
-    p.add_argument("file", metavar="FILE")
-    p.set_defaults(run=print_file)
-    return parser

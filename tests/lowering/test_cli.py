@@ -125,6 +125,8 @@ def test_show_says_what_fits(good: str, tmp_path: Path, capsys: pytest.CaptureFi
         (["--memory", "lots"], "`lots` is not a size"),
         (["--lengths", "0"], "`0` is not a number of tokens"),
         (["--model", "/nowhere"], "KV200"),
+        (["--device", "h201"], "unknown device `h201`; known: cpu, cuda"),
+        (["--tp", "3"], "8 KV heads do not divide over 3 ranks"),
     ],
 )
 def test_show_refuses_nonsense(
@@ -132,6 +134,18 @@ def test_show_refuses_nonsense(
 ) -> None:
     assert cli.main(["show", good, "--model", LLAMA, *args]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_show_for_a_card_and_ranks(good: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.main(["show", good, "--model", LLAMA, "--device", "h200", "--tp", "8", "--lengths", "32k"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "Over 8 ranks" in out
+    assert "In 131 GiB" in out
+    # (8 x 2,048 + 248 x 5 head-pages) of 8 KiB at 4.8 TB/s
+    assert f"{(8 * 2048 + 248 * 5) * 8192 / 4.8e12 * 1e3:.3f} ms" in out
 
 
 def test_show_of_a_policy_needs_a_model(good: str, capsys: pytest.CaptureFixture[str]) -> None:

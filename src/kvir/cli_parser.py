@@ -1,0 +1,57 @@
+"""What the command line looks like."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvir import __version__
+
+DTYPES = ("float32", "bfloat16", "float16")
+PASSES = ("verify", "resolve", "budget", "layout", "kernels", "buckets", "plan")  # as in lowering.pipeline
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line; `command` names the function in `cli.COMMANDS`."""
+    top = argparse.ArgumentParser(prog="kvir", description="Compile and inspect KV-cache policies.")
+    top.add_argument("--version", action="version", version=f"kvir {__version__}")
+    commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
+
+    p = commands.add_parser("check", help="say everything that is wrong with policies")
+    p.add_argument("files", nargs="+", metavar="FILE")
+    p.add_argument("--model", metavar="DIR", help="check against this model too")
+    p.add_argument("--dtype", choices=DTYPES)
+    p.add_argument("--device", help="check that kernels exist for this device, e.g. cpu")
+    p.add_argument("--json", action="store_true", help="findings as a JSON list on standard output")
+
+    p = commands.add_parser("lower", help="lower a policy for a model into a plan")
+    p.add_argument("file", metavar="FILE")
+    p.add_argument("--model", metavar="DIR", required=True)
+    p.add_argument("--dtype", choices=DTYPES, help="of the KV cache; default: the model's")
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--page-tokens", type=int, default=16, metavar="N")
+    p.add_argument("-o", "--output", metavar="PLAN", help="default: standard output")
+    p.add_argument("--print-after", action="append", choices=PASSES, help="print that stage; may repeat")
+    p.add_argument("--to", choices=PASSES, default="plan", help="stop after that pass")
+
+    p = commands.add_parser("show", help="what a policy keeps, costs, and lets fit")
+    p.add_argument("file", metavar="FILE", help="a policy or a plan")
+    p.add_argument("--model", metavar="DIR", help="needed for a policy")
+    p.add_argument("--dtype", choices=DTYPES)
+    p.add_argument("--page-tokens", type=int, default=16, metavar="N")
+    p.add_argument("--memory", metavar="SIZE", help="of the KV cache, e.g. 2GiB: show what fits")
+    p.add_argument("--lengths", metavar="N,N,...", help="sequence lengths, e.g. 1k,32k")
+    p.add_argument("--tp", type=int, default=1, metavar="N", help="ranks of tensor parallelism")
+    p.add_argument("--device", metavar="NAME", help="e.g. h200: its memory, and the time to read the cache")
+
+    p = commands.add_parser("explain", help="what a diagnostic code means")
+    p.add_argument("code", metavar="CODE", help="e.g. KV203")
+
+    p = commands.add_parser("print", help="a policy in canonical form")
+    p.add_argument("file", metavar="FILE")
+
+    p = commands.add_parser("fmt", help="bring policies into canonical layout, comments kept")
+    p.add_argument("files", nargs="+", metavar="FILE")
+    p.add_argument("--check", action="store_true", help="change nothing; exit code 2 if a file would change")
+
+    commands.add_parser("schema", help="the JSON Schema of policy files, for editors")
+    return top
