@@ -1,0 +1,432 @@
+"""A server in miniature: the real allocator and residency, and around them the smallest scheduler, prefix
+tree and "model" that can go wrong in every way that the real ones can.
+
+Rows are labels, not vectors: the row of token j for unit u holds a hash of the whole prefix up to j and of u.
+A forward reads every row that its queries may see, layer by layer, in the order of a real forward (read the
+layer, then write the layer), and compares labels: a stale, foreign, overwritten or missing row is found at
+once.  Milliseconds per request instead of seconds.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvir.kernels.ops import FULL
+from kvir.lowering.stages import ExecutionPlan
+from kvir.sglang_ext.allocator import KvirAllocator, violations
+from kvir.sglang_ext.pool import KvirPool
+from kvir.sglang_ext.prefix import valid_pages
+
+P = 16
+LABELS = 1 << 22
+
+
+class Tree:
+    """A prefix tree of whole pages: node = (parent, tokens of the page) -> logical page."""
+
+    def __init__(self, allocator: KvirAllocator) -> None:
+        self.allocator = allocator
+        self.page_size = P
+        self.clock = 0
+        self.nodes: dict[tuple[int, tuple[int, ...]], Node] = {}
+        self.by_page: dict[int, Node] = {}
+
+    def supports_mamba(self) -> bool:
+        return False
+
+    def supports_prefix_sharing(self) -> bool:
+        return True
+
+    def walk(self, tokens: list[int]) -> list[Node]:
+        path: list[Node] = []
+        parent = 0
+        for i in range(0, len(tokens) - P + 1, P):
+            node = self.nodes.get((parent, tuple(tokens[i : i + P])))
+            if node is None:
+                break
+            self.clock += 1
+            node.used = self.clock
+            path.append(node)
+            parent = node.page
+        return path
+
+    def match(self, request: Request) -> list[int]:
+        """As KvirRadixCache: at most all but the last token; cut to what is whole; remember where another
+        prompt branches.
+        """
+        path = self.walk(request.tokens[: len(request.tokens) - 1])
+        pages = np.array([node.page for node in path], np.int64)
+        count = valid_pages(self.allocator.residency, pages) if len(pages) else 0
+        if count < len(pages):
+            request.kvir_branch_page = len(pages)
+        request.locked = path[:count]
+        for node in request.locked:
+            node.locks += 1
+        return pages[:count].tolist()
+
+    def insert(self, request: Request, upto: int) -> None:
+        """As checkpoint_into_tree: own [0, floor(upto)), free duplicates, make the row canonical, move the
+        lock.
+        """
+        residency = self.allocator.residency
+        residency.hold_frees()
+        row, parent, canonical, duplicates = request.row, 0, [], []
+        for i in range(upto // P):
+            key = (parent, tuple(request.tokens[i * P : i * P + P]))
+            node = self.nodes.get(key)
+            if node is None:
+                node = Node(page=row[i], key=key)
+                self.nodes[key] = self.by_page[row[i]] = node
+                if parent:
+                    self.by_page[parent].children += 1
+            elif node.page != row[i]:
+                duplicates.append(row[i])
+            self.clock += 1
+            node.used = self.clock
+            canonical.append(node.page)
+            parent = node.page
+        if duplicates:
+            self.allocator.free_page_ids(torch.tensor(duplicates))
+        row[: len(canonical)] = canonical
+        request.owned = len(canonical)
+        nodes = [self.by_page[page] for page in canonical]
+        for node in nodes:
+            node.locks += 1
+        self.unlock(request)
+        request.locked = nodes
+        residency.adopt(residency.requests[id(request.kv)], canonical)
+        residency.resume_frees()
+
+    def unlock(self, request: Request) -> None:
+        for node in request.locked:
+            node.locks -= 1
+        request.locked = []
+
+    def evict_pages(self, pages: int) -> int:
+        gone = 0
+        while gone < pages:
+            leaves = [n for n in self.nodes.values() if not n.children and not n.locks]
+            if not leaves:
+                break
+            leaf = min(leaves, key=lambda n: n.used)
+            del self.nodes[leaf.key], self.by_page[leaf.page]
+            if leaf.key[0]:
+                self.by_page[leaf.key[0]].children -= 1
+            self.allocator.free_page_ids(torch.tensor([leaf.page]))
+            gone += 1
+        return gone
+
+    def evictable_size(self) -> int:
+        return sum(P for n in self.nodes.values() if not n.locks)
+
+    def evict_for_alloc(self, params: Any) -> None:
+        self.evict_pages(-(-params.num_tokens // P))
+
+    def prefix_device_indices(self, request: Request) -> torch.Tensor:
+        pages = torch.tensor([n.page for n in request.locked], dtype=torch.int64)
+        return (pages[:, None] * P + torch.arange(P)).reshape(-1)
+
+
+@dataclass(eq=False)
+class Node:
+    page: int
+    key: tuple[int, tuple[int, ...]]
+    children: int = 0
+    locks: int = 0
+    used: int = 0
+
+
+@dataclass(eq=False)
+class Request:
+    rid: str
+    tokens: list[int]  # prompt, then what was generated
+    new_tokens: int
+    kv: Any = field(default_factory=lambda: SimpleNamespace(kv_committed_len=0))
+    row: list[int] = field(default_factory=list[int])  # logical page of every P tokens
+    done: int = 0  # tokens whose rows were computed
+    owned: int = 0  # pages that the tree owns
+    locked: list[Node] = field(default_factory=list[Node])
+    kvir_branch_page: int | None = None
+    retraction_count: int = 0
+    output_ids: list[int] = field(default_factory=list[int])
+    cached_tokens: int = 0
+    running: bool = False
+
+    @property
+    def full_untruncated_fill_ids(self) -> list[int]:
+        return self.tokens
+
+    @property
+    def sampling_params(self) -> Any:
+        return SimpleNamespace(max_new_tokens=self.new_tokens)
+
+
+class Simulation:
+    def __init__(
+        self, plan: ExecutionPlan, physical_tokens: int, *, chunk_tokens: int, seed: int = 0
+    ) -> None:
+        logical = physical_tokens * plan.layout.logical_ratio
+        self.pool = KvirPool(
+            plan,
+            logical_tokens=logical,
+            physical_tokens=physical_tokens,
+            shadow_rows=64,
+            dtype=torch.float32,
+            device="cpu",
+        )
+        self.allocator = KvirAllocator(logical, torch.float32, "cpu", self.pool, need_sort=False, debug=True)
+        self.tree = Tree(self.allocator)
+        self.chunk_tokens = chunk_tokens
+        self.random = random.Random(seed)
+        self.waiting: list[Request] = []
+        self.prefilling: Request | None = None
+        self.decoding: list[Request] = []
+        self.pending: list[Any] = []  # results of the step before, processed after the next launch (overlap)
+        self.overlap = False
+        self.retract_share = 0.0
+        self.cancel_share = 0.0
+        self.finished: list[Request] = []
+        bounds = self.pool.prefill_bounds
+        self.sink, self.recent = bounds.sink.tolist(), bounds.recent.tolist()
+        self.memory = self.pool.kv[:, 0, :, 0].numpy()
+        self.memory[:] = -1
+
+    # ---- scheduling ----------------------------------------------------------------------------------------
+
+    def run(self, requests: list[Request], *, at_once: int = 8) -> None:
+        self.waiting = list(requests)
+        while self.waiting or self.prefilling or self.decoding or self.pending:
+            launched = self._extend(at_once) or self._decode()
+            if not self.overlap or not launched:
+                self._process()
+            elif len(self.pending) > 1:
+                self._process_one()
+            self.check()
+        assert not self.allocator.residency.requests
+
+    def check(self) -> None:
+        found = violations(self.allocator)
+        assert not found, found
+        res = self.allocator.residency
+        assert res.pool.free + res.pool.quarantined + res.pool.resident == res.pool.size
+
+    def _batch(self, requests: list[Request], *, decode: bool, ends: list[int]) -> Any:
+        return SimpleNamespace(
+            forward_mode=SimpleNamespace(is_decode=lambda: decode),
+            reqs=requests,
+            tree_cache=self.tree,
+            prefix_lens=[r.done for r in requests],
+            extend_lens=[end - r.done for r, end in zip(requests, ends, strict=True)],
+        )
+
+    def _extend(self, at_once: int) -> bool:
+        """The rest of a chunked prompt first; then new requests fill the chunk."""
+        budget, batch, ends = self.chunk_tokens, [], []
+        memory = self.allocator.create_prefill_budget(self.tree, num_mixed_decode_tokens=0)
+        memory.total_offset += sum(r.new_tokens - len(r.output_ids) for r in self.decoding)
+        if self.prefilling is not None:
+            if self.overlap and any(request is self.prefilling for _, request, _ in self._flat()):
+                self._process()  # SGLang stashes the chunk (checkpoint) before it schedules the next
+            self._take(self.prefilling, budget, batch, ends)
+            budget -= ends[-1] - batch[-1].done
+        while self.waiting and budget > 0 and len(self.decoding) + len(batch) < at_once:
+            request = self.waiting[0]
+            pages = self.tree.match(request)
+            request.done = request.cached_tokens = len(pages) * P
+            if not self._admit(memory, request, bool(batch)):
+                self.tree.unlock(request)
+                request.done = 0
+                break
+            self.waiting.pop(0)
+            request.running = True
+            request.row, request.owned = list(pages), len(pages)
+            self._take(request, budget, batch, ends)
+            budget -= ends[-1] - request.done
+        if not batch:
+            return False
+        self._launch(batch, ends, decode=False)
+        last = batch[-1]
+        self.prefilling = last if last.done < len(last.tokens) else None
+        self.decoding += [r for r in batch if r.done == len(r.tokens)]
+        return True
+
+    def _take(self, request: Request, budget: int, batch: list[Request], ends: list[int]) -> None:
+        batch.append(request)
+        ends.append(min(len(request.tokens), request.done + budget))
+
+    def _admit(self, memory: Any, request: Request, others: bool) -> bool:
+        rest = len(request.tokens) - request.done
+        ok, _ = memory.check_prefill(
+            extend_input_len=rest,
+            total_tokens=rest + request.new_tokens + P,
+            max_new_tokens=request.new_tokens - len(request.output_ids),
+            input_tokens=len(request.tokens),
+            swa_host_hit_length=0,
+            chunk_limit=None,
+        )
+        if ok:
+            memory.reserve(rest, request.new_tokens)
+        assert ok or others or self.decoding or self.prefilling or self.pending, "a request fits nowhere"
+        return ok
+
+    def _decode(self) -> bool:
+        if not self.decoding:
+            return False
+        while len(self.decoding) > 1 and (
+            not self.allocator.check_decode_capacity(
+                num_tokens=sum(P for r in self.decoding if r.done % P == 0),
+                tree_cache=self.tree,
+                requests=self.decoding,
+            )
+            or self.random.random() < self.retract_share
+        ):
+            if self.pending:
+                self._process()
+                continue
+            self._retract(self.decoding.pop())
+        if not self.decoding:
+            return True
+        batch = list(self.decoding)
+        for request in batch:
+            request.tokens.append(self.random.randrange(1000))
+            request.output_ids.append(request.tokens[-1])
+        self._launch(batch, [len(r.tokens) for r in batch], decode=True)
+        for request in batch:
+            if len(request.output_ids) >= request.new_tokens or self.random.random() < self.cancel_share:
+                self.decoding.remove(request)
+        return True
+
+    def _retract(self, request: Request) -> None:
+        self._release(request, checkpoint=False)
+        request.retraction_count += 1
+        request.kv = SimpleNamespace(kv_committed_len=0)
+        request.row, request.done, request.owned = [], 0, 0
+        self.waiting.insert(0, request)
+
+    # ---- launch: allocate, then the forward ----------------------------------------------------------------
+
+    def _launch(self, batch: list[Request], ends: list[int], *, decode: bool) -> None:
+        allocator, lens = self.allocator, torch.tensor(ends)
+        allocator.prepare(self._batch(batch, decode=decode, ends=ends))
+        last = torch.tensor([self._slot(r, r.done - 1) if r.done else -1 for r in batch])
+        if decode:
+            out = allocator.alloc_decode(lens, lens, last)
+        else:
+            starts = torch.tensor([r.done for r in batch])
+            out = allocator.alloc_extend(starts, starts, lens, lens, last, int((lens - starts).sum()))
+        assert out is not None, f"out of memory: {allocator.evidence.pool_line()}"
+        spans, at = [], 0
+        for request, end in zip(batch, ends, strict=True):
+            count = end - request.done
+            for i, slot in enumerate(out[at : at + count].tolist()):
+                position = request.done + i
+                assert slot % P == position % P
+                if position % P == 0:
+                    request.row.append(slot // P)
+                assert request.row[position // P] == slot // P
+            spans.append((request.done, end))
+            at += count
+        self._forward(batch, spans, out, decode=decode)
+        for request, end in zip(batch, ends, strict=True):
+            request.done = request.kv.kv_committed_len = end
+        self.pending.append([(decode, request, end) for request, end in zip(batch, ends, strict=True)])
+
+    def _slot(self, request: Request, position: int) -> int:
+        return request.row[position // P] * P + position % P
+
+    def _forward(
+        self, batch: list[Request], spans: list[tuple[int, int]], out: torch.Tensor, *, decode: bool
+    ) -> None:
+        pool = self.pool
+        shadows = pool.residency.deltas.apply(pool.table, pool.shadow_base)
+        table = pool.table.numpy()
+        labels = [_labels(request.tokens) for request in batch]
+        rows = []
+        for i, (request, (start, _)) in enumerate(zip(batch, spans, strict=True)):
+            row = list(request.row)
+            if i in shadows:
+                row[start // P] = pool.shadow_base + i
+            rows.append(row)
+        heads = pool.plan.layout.kv_heads
+        for layer in range(pool.residency.geometry.layer_count):
+            units = range(layer * heads, layer * heads + heads)
+            if decode:
+                self._write(table, labels, spans, out, units)
+            for row, hashes, (start, end) in zip(rows, labels, spans, strict=True):
+                for unit in units:
+                    self._read(table, row, hashes, start, end, unit, decode=decode)
+            if not decode:
+                self._write(table, labels, spans, out, units)
+
+    def _write(
+        self, table: Any, labels: list[Any], spans: list[tuple[int, int]], out: torch.Tensor, units: range
+    ) -> None:
+        slots = out.numpy()
+        hashes = np.concatenate([h[start:end] for h, (start, end) in zip(labels, spans, strict=True)])
+        for unit in units:
+            head_pages = table[slots // P, unit]
+            here = head_pages >= 0
+            self.memory[head_pages[here], slots[here] % P] = (hashes[here] + unit) % LABELS
+
+    def _read(
+        self, table: Any, row: list[int], hashes: Any, start: int, end: int, unit: int, *, decode: bool
+    ) -> None:
+        """Rows below `start` (below `end` in decode) that any query in [start, end) sees must be there and be
+        right.
+        """
+        below = end if decode else start
+        low = 0 if self.recent[unit] == FULL else max(0, start - self.recent[unit] + 1)
+        seen = np.concatenate(
+            [np.arange(min(self.sink[unit], low, below)), np.arange(min(low, below), below)]
+        )
+        if not len(seen):
+            return
+        head_pages = table[np.array(row)[seen // P], unit]
+        assert (head_pages >= 0).all(), f"unit {unit}: hole at {seen[head_pages < 0][:4]} of [{start}, {end})"
+        got, want = self.memory[head_pages, seen % P], (hashes[seen] + unit) % LABELS
+        assert (got == want).all(), f"unit {unit}: wrong row at {seen[got != want][:4]} of [{start}, {end})"
+
+    # ---- results -------------------------------------------------------------------------------------------
+
+    def _flat(self) -> list[Any]:
+        return [entry for step in self.pending for entry in step]
+
+    def _process(self) -> None:
+        while self.pending:
+            self._process_one()
+
+    def _process_one(self) -> None:
+        for decode, request, end in self.pending.pop(0):
+            if not request.running:
+                continue
+            active = request in self.decoding or request is self.prefilling
+            if not active and not any(request is other for _, other, _ in self._flat()):
+                self._release(request, checkpoint=True)
+                self.finished.append(request)
+            elif not decode:
+                self.tree.insert(request, end)
+
+    def _release(self, request: Request, *, checkpoint: bool) -> None:
+        """As release_kv_cache: checkpoint, end of residency, free the private tail, unlock."""
+        if checkpoint:
+            self.tree.insert(request, request.done)
+        self.allocator.evidence.note_end(self.allocator.residency.requests.get(id(request.kv)))
+        self.allocator.residency.close(request.kv)
+        if request.row[request.owned :]:
+            self.allocator.free_page_ids(torch.tensor(request.row[request.owned :]))
+        self.tree.unlock(request)
+        request.running = False
+
+
+def _labels(tokens: list[int]) -> np.ndarray:
+    out, h = np.empty(len(tokens), np.int64), 7
+    for i, token in enumerate(tokens):
+        h = (h * 1000003 + token + 1) % 2147483647
+        out[i] = h % LABELS
+    return out
