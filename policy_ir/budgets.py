@@ -43,7 +43,7 @@ class Total(BudgetBase, frozen=True, tag="total"):
 class PerLayer(BudgetBase, frozen=True, tag="per_layer"):
     """Rows per unit, one figure for each layer of the model that has a KV cache; `full` keeps all."""
 
-    tokens: tuple[CountOrFull, ...]  # [layer]
+    tokens: tuple[CountOrFull, ...]  # one per layer
 
 
 class PerHead(BudgetBase, frozen=True, tag="per_head"):
@@ -52,7 +52,7 @@ class PerHead(BudgetBase, frozen=True, tag="per_head"):
     HeadKV (arXiv:2410.19258) and per-head budgets for any score are such tables.
     """
 
-    table: tuple[tuple[CountOrFull, ...], ...]  # [layer][kv_head]
+    table: tuple[tuple[CountOrFull, ...], ...]  # a row per layer, a figure per KV head
 
 
 class Ramp(BudgetBase, frozen=True, tag="ramp"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, assert_never
 
 from kvir.policy_ir import describe, scalars
-from kvir.policy_ir.diagnostic import Label, Report
+from kvir.policy_ir.diagnostic import MAX_COUNTED, Label, Report
 from kvir.policy_ir.scalars import BROKEN, BrokenValue
 from kvir.policy_ir.shape import (
     Choice,
@@ -38,7 +38,7 @@ class Decoder:
 
     def value(self, node: Tree, shape: Shape, *, optional: bool = False, listed: bool = False) -> Any:
         """The value of a node, or `BROKEN`; `optional` fields and `listed` values get other help."""
-        if isinstance(node, Broken):
+        if isinstance(node, Broken) or self._report.error_count >= MAX_COUNTED:
             return BROKEN
         if scalars.is_nothing(node) and not isinstance(shape, Text):
             help = f"write {describe.expected(shape)}" + (", or leave the field out" if optional else "")
@@ -267,14 +267,14 @@ class Decoder:
             help = f"write one of {', '.join(f'`{tag}: ...`' for tag in own.shape.by_tag)}"
             self._report.error("KV020", message, span_of(key), note=note, help=help)
             return own
-        guess = describe.closest(key.text, struct.keys)
+        guess = None if self._report.is_full else describe.closest(key.text, struct.keys)
         help = f"did you mean `{guess}`?" if guess else describe.field_list(struct)
         note = f"not a field of {struct.title}"
         self._report.error("KV020", message, span_of(key), note=note, help=help)
         return struct.field(guess) if guess and entry(node, guess) is None else None
 
     def _unknown_tag(self, node: Scalar, shape: OneOf) -> BrokenValue:
-        help = describe.choose(node.text, tuple(shape.by_tag))
+        help = () if self._report.is_full else describe.choose(node.text, tuple(shape.by_tag))
         head, colon, rest = node.text.partition(":")
         if colon and head in shape.by_tag:
             help = f"put a space after the colon: `{{{head}: {rest.strip()}}}`"

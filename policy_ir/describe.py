@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from typing import assert_never
@@ -34,9 +35,14 @@ def quote(text: str) -> str:
 
 def closest(word: str, words: Iterable[str]) -> str | None:
     """The word that was probably meant."""
+    return _closest(word[:100].lower().replace("-", "_"), tuple(words))
+
+
+@functools.lru_cache(maxsize=1024)
+def _closest(word: str, words: tuple[str, ...]) -> str | None:
     from difflib import get_close_matches  # slow to import, needed only for errors
 
-    matches = get_close_matches(word[:100].lower().replace("-", "_"), list(words), 1, 0.6)
+    matches = get_close_matches(word, words, 1, 0.6)
     return matches[0] if matches else None
 
 

@@ -12,6 +12,7 @@ from kvir.policy_ir.source import Source, Span
 Severity = Literal["error", "warning"]
 
 MAX_DIAGNOSTICS = 200  # of one file; the rest is only counted
+MAX_COUNTED = 10_000  # errors after which reading a file stops
 
 
 class Label(Struct, frozen=True):
@@ -48,6 +49,11 @@ class Report:
 
     def __len__(self) -> int:
         return len(self._found)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether further findings are only counted, so that their words are wasted."""
+        return len(self._found) >= MAX_DIAGNOSTICS
 
     @property
     def omitted(self) -> int:

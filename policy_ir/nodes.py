@@ -64,9 +64,9 @@ __all__ = [
 
 
 class Windows(Node, frozen=True):
-    """A table of `recent` windows, one per (layer, KV head), as calibration writes them; None keeps all."""
+    """A table of `recent` windows, one per (layer, KV head), as calibration writes them; `full` keeps all."""
 
-    table: tuple[tuple[TokensOrFull, ...], ...]  # [layer][kv_head]
+    table: tuple[tuple[TokensOrFull, ...], ...]  # a row per layer, a window per KV head
     sink: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
 
 

@@ -47,6 +47,11 @@ def print_term(value: Struct) -> str:
     return one_line(_tagged(value) if form(type(value)).tag else _record(value))
 
 
+def value_text(value: Any, shape: Shape) -> str:
+    """A value of any shape as a single line."""
+    return one_line(_doc(value, shape))
+
+
 def range_text(value: IndexRange) -> str:
     return str(value.first) if value.first == value.last else f"{value.first}..{value.last}"
 

@@ -75,13 +75,12 @@ class Rule(Node, frozen=True):
     """What the selected units keep.  Later rules refine earlier ones; what no rule covers is `all`."""
 
     keep: tuple[Term, ...]
-    layers: IndexSet | None = None  # None: every layer
-    heads: IndexSet | None = None  # None: every KV head
-    phase: Phase | None = None  # None: both phases
-    trigger: tuple[Trigger, ...] = ()  # (): `prefill_end` if a term needs scores
+    layers: IndexSet | None = None  # left out: every layer
+    heads: IndexSet | None = None  # left out: every KV head
+    phase: Phase | None = None  # left out: both phases
+    trigger: tuple[Trigger, ...] = ()  # left out: `prefill_end` if a term needs scores
     overflow: Overflow = Evict()
     region: Region = "all"  # the rows that may go
     store: Store = "auto"  # how kept rows are stored; auto: as the model computes them
-    positions: Literal["original", "cache"] = (
-        "original"  # cache: rows are rotated by their place in the cache
-    )
+    # original: rows keep the rotation of their place in the text; cache: that of their place in the cache
+    positions: Literal["original", "cache"] = "original"

@@ -10,10 +10,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any, assert_never
 
+import msgspec
 from msgspec import Struct
 
 from kvir.policy_ir import scalars
 from kvir.policy_ir.nodes import Policy
+from kvir.policy_ir.reference import field_comments
 from kvir.policy_ir.shape import (
     Choice,
     Field,
@@ -47,6 +49,11 @@ def policy_schema() -> JsonSchema:
         **root,
         "$defs": dict(sorted(maker.definitions.items())),
     }
+
+
+def schema_text() -> str:
+    """The schema as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(policy_schema()), indent=2).decode() + "\n"
 
 
 def plain_value(node: Tree) -> Any:
@@ -145,7 +152,7 @@ class _Maker:
                 properties |= {tag: self._payload(form(cls)) for tag, cls in tags.items()}
                 choices.append({"oneOf": [{"required": [tag]} for tag in tags]})
                 continue
-            properties[field.name] = self._property(field)
+            properties[field.name] = self._property(field, field_comments(struct.cls).get(field.name))
             if field.required and not (struct.sugar is not None and field.name == "keep"):
                 required.append(field.name)
         if struct.sugar is not None:
@@ -160,10 +167,11 @@ class _Maker:
             additionalProperties=False,
         )
 
-    def _property(self, field: Field) -> JsonSchema:
-        made = self.shape(field.shape)
-        simple = isinstance(field.default, str | bool | int | float)
-        return {**made, "default": field.default} if simple and not field.required else made
+    def _property(self, field: Field, comment: str | None) -> JsonSchema:
+        simple = isinstance(field.default, str | bool | int | float) and not field.required
+        return {**self.shape(field.shape), **_present(description=comment)} | (
+            {"default": field.default} if simple else {}
+        )
 
 
 def _present(**keywords: Any) -> JsonSchema:

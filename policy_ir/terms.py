@@ -65,7 +65,7 @@ class TopP(TermBase, frozen=True, tag="top_p"):
 
     mass: Share
     by: Score
-    of: Score | None = None  # None: `by` itself
+    of: Score | None = None  # left out: `by` itself
     rows: Literal["reduced", "union"] = "reduced"  # nucleus of the reduced score, or union of one per query
     floor: Count = 0
     cap: Tokens | None = None
