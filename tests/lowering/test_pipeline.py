@@ -18,6 +18,7 @@ from kvir.lowering.pipeline import PASSES, BrokenStage, lower, lower_to
 from kvir.lowering.spec import AnyStage
 from kvir.lowering.stage_text import stage_text
 from kvir.lowering.stages import BudgetedPolicy, ExecutionPlan, KernelChoice, LayoutPlan, Retention
+from kvir.lowering.verify import MAX_RULES
 from kvir.policy_ir import Policy, PolicyError, Report, Source, load
 from kvir.policy_ir.nodes import All, IndexRange, Recent, Rule, Sink, Windows
 from support.models import CONFIGS, config_model, made
@@ -73,6 +74,12 @@ def test_a_policy_built_in_python_gets_errors_without_places() -> None:
     assert "KV102" in text
     assert "KV203" in text
     assert "<bad>" in text
+
+
+def test_too_many_rules_are_refused() -> None:
+    many = Policy(kvir=1, name="many", rules=(Rule(keep=(All(),)),) * (MAX_RULES + 1))
+    with pytest.raises(PolicyError, match=f"KV109.*{MAX_RULES + 1} rules; the limit is {MAX_RULES}"):
+        lower(many, made(4, 2), dtype="bfloat16")
 
 
 def test_the_same_input_gives_the_same_bytes_in_every_process() -> None:
