@@ -1,6 +1,6 @@
 """The policy language: text, structs, and what is wrong with them.  No model, no device, no torch."""
 
-from kvir.policy_ir.builder import PolicyBuilder, keep_all, recent, sink
+from kvir.policy_ir.builder import PolicyBuilder, keep_all, recent, sink, top_k, top_p
 from kvir.policy_ir.diagnostic import Diagnostic, Label, PolicyError, Report
 from kvir.policy_ir.nodes import Policy, encode
 from kvir.policy_ir.parse import Parsed, load, parse, read, read_file
@@ -26,4 +26,6 @@ __all__ = [
     "read_file",
     "recent",
     "sink",
+    "top_k",
+    "top_p",
 ]

@@ -11,10 +11,11 @@ policy = (
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from kvir.policy_ir.budgets import Budget, FixedTokens, Fraction
 from kvir.policy_ir.nodes import (
     LANGUAGE_VERSION,
     All,
@@ -26,8 +27,12 @@ from kvir.policy_ir.nodes import (
     Provenance,
     Recent,
     Rule,
+    Score,
     Sink,
     Term,
+    TopK,
+    TopP,
+    Trigger,
     Windows,
 )
 from kvir.policy_ir.parse import parse
@@ -49,6 +54,33 @@ def sink(tokens: int) -> Sink:
 def recent(tokens: int) -> Recent:
     """The last `tokens` rows, the query's own included."""
     return Recent(tokens=tokens)
+
+
+def top_k(
+    budget: int | float | Budget,
+    by: Score,
+    *,
+    scope: Literal["head", "layer", "model"] = "head",
+    counts: Literal["selected", "kept"] = "selected",
+    **more: Any,
+) -> TopK:
+    """The rows of largest score.
+
+    `budget` is a whole number of tokens, a fraction, or any budget; `more` are the other fields of `TopK`.
+    """
+    match budget:
+        case int():
+            budget = FixedTokens(tokens=budget)
+        case float():
+            budget = Fraction(share=budget)
+        case _:
+            pass
+    return TopK(budget=budget, by=by, scope=scope, counts=counts, **more)
+
+
+def top_p(mass: float, by: Score, **more: Any) -> TopP:
+    """As many rows as hold `mass`; `more` are fields of `TopP`."""
+    return TopP(mass=mass, by=by, **more)
 
 
 def indices(given: Indices) -> IndexSet:
@@ -105,6 +137,7 @@ class PolicyBuilder:
         layers: Indices | None = None,
         heads: Indices | None = None,
         phase: Phase | None = None,
+        trigger: Trigger | Iterable[Trigger] = (),
         **more: Any,
     ) -> PolicyBuilder:
         """One more rule, after those given before.
@@ -121,7 +154,8 @@ class PolicyBuilder:
             case _:
                 terms = tuple(keep)
         chosen = {name: indices(v) for name, v in (("layers", layers), ("heads", heads)) if v is not None}
-        self._rules.append(Rule(keep=terms, phase=phase, **chosen, **more))
+        when = (trigger,) if isinstance(trigger, msgspec.Struct) else tuple(trigger)
+        self._rules.append(Rule(keep=terms, phase=phase, trigger=when, **chosen, **more))
         return self
 
     def provenance(self, tool: str, version: str, **more: Any) -> PolicyBuilder:

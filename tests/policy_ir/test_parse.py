@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
-from kvir.policy_ir import Parsed, PolicyError, load, parse, read, read_file
-from kvir.policy_ir.source import Position
+from kvir.policy_ir import Parsed, PolicyError, load, parse, read, read_file, yaml_tree
+from kvir.policy_ir.source import Mapping, Position, Sequence, Tree
 from kvir.policy_ir.yaml_tree import MAX_TEXT_BYTES
 
 HEAD = "kvir: 1\nname: case\n"
@@ -83,6 +84,29 @@ def test_lines_count_the_same_under_every_line_break(newline: str) -> None:
     span = parsed.source.span("$.windows.table[1][1]")
     assert parsed.source.position(span.start) == Position(10, 46)
     assert parsed.source.line(10) == TEXT.splitlines()[9]
+
+
+def test_without_libyaml_texts_read_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [p.read_text() for p in (Path(__file__).parents[2] / "examples").rglob("*.ir")] + [TEXT]
+    fast = [(read(t).policy, _places(read(t).source.root)) for t in texts]
+    monkeypatch.setattr(yaml_tree, "_LOADER", yaml.SafeLoader)
+    slow = [(read(t).policy, _places(read(t).source.root)) for t in texts]
+    assert slow == fast
+    assert codes(read("kvir: [1")) == ["KV006"]
+
+
+def _places(node: Tree | None) -> list[tuple[int, int]]:
+    """The spans of a tree, outer parts first."""
+    match node:
+        case Sequence(items=items):
+            return [(node.start, node.end)] + [place for item in items for place in _places(item)]
+        case Mapping(entries=entries):
+            parts = [part for entry in entries for part in entry]
+            return [(node.start, node.end)] + [place for part in parts for place in _places(part)]
+        case None:
+            return []
+        case _:
+            return [(node.start, node.end)]
 
 
 # ---- hostile text ------------------------------------------------------------------------------------------

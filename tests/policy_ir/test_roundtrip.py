@@ -8,8 +8,22 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from kvir.policy_ir import Policy, PolicyBuilder, PolicyError, encode, load, parse, print_policy, recent, sink
+from kvir.policy_ir import (
+    Policy,
+    PolicyBuilder,
+    PolicyError,
+    encode,
+    load,
+    parse,
+    print_policy,
+    recent,
+    sink,
+    top_k,
+    top_p,
+)
 from kvir.policy_ir.nodes import All, IndexRange, Recent, Rule, Sink
+from kvir.policy_ir.rules import Every, Merge, PrefillEnd
+from kvir.policy_ir.scores import Attention, LaProx, Rkv
 from support.policies import policies
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.ir"))
@@ -72,6 +86,29 @@ def test_builder_makes_what_text_says() -> None:
         .rule("all", layers=range(4))
         .rule(recent(64), layers=["13..18", 20], heads=[2, 5], phase="decode")
         .provenance("by hand", "1", samples=2)
+        .build()
+    )
+    assert built == parse(text)
+
+
+def test_builder_selects_by_score() -> None:
+    text = """
+    kvir: 1
+    name: x
+    rules:
+      - keep: [{recent: 32}, {top_k: {tokens: 512, by: {attention: {window: 64}}, scope: layer, floor: 16}}]
+        trigger: prefill_end
+      - {keep: {top_k: {fraction: 0.25, by: laprox, counts: kept}}, overflow: merge}
+      - {keep: {top_p: {mass: 0.9, by: rkv, of: attention, cap: 64}}, trigger: [prefill_end, {every: 8}]}
+    """
+    built = (
+        PolicyBuilder("x")
+        .rule(
+            [recent(32), top_k(512, Attention(window=64), scope="layer", floor=16)],
+            trigger=PrefillEnd(),
+        )
+        .rule(top_k(0.25, LaProx(), counts="kept"), overflow=Merge())
+        .rule(top_p(0.9, Rkv(), of=Attention(), cap=64), trigger=[PrefillEnd(), Every(tokens=8)])
         .build()
     )
     assert built == parse(text)
