@@ -13,7 +13,7 @@ from kvir.lowering import footprint
 from kvir.sglang_ext.admission import KvirPrefillBudget
 from kvir.sglang_ext.evidence import Evidence
 from kvir.sglang_ext.geometry import IntArray
-from kvir.sglang_ext.requests import Landmarks, RequestState
+from kvir.sglang_ext.requests import BRANCH_PAGE, Landmarks, RequestState
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -86,14 +86,14 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
             ids = self.tree.prefix_device_indices(req)[: prefix_tokens : self.page_size]
             pages = (ids // self.page_size).tolist()
         prompt_tokens = len(req.full_untruncated_fill_ids)
-        branch = getattr(req, "kvir_branch_page", None)
+        branch = getattr(req, BRANCH_PAGE, None)
         landmarks = Landmarks(
             prompt_page=prompt_tokens // self.page_size,
             branch_page=branch if branch is not None and branch > len(pages) else None,
         )
         state = self.residency.open(req.kv, pages, prefix_tokens, landmarks)
         state.prompt_tokens = prompt_tokens
-        state.max_new_tokens = max(0, req.sampling_params.max_new_tokens - len(req.output_ids))
+        state.max_new_tokens = max(0, (req.sampling_params.max_new_tokens or 0) - len(req.output_ids))
         state.rid = req.rid
         state.retractions = req.retraction_count
         state.cached_tokens = prefix_tokens
@@ -109,7 +109,7 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         seq_lens_cpu: torch.Tensor,
         last_loc: torch.Tensor,
         extend_num_tokens: int,
-        num_new_pages: int | None = None,
+        num_new_pages: int = None,  # type: ignore[assignment]  as SGLang declares it
     ) -> torch.Tensor | None:
         res = self.residency
         if [end for _, _, end in self._extending] != seq_lens_cpu.tolist():
@@ -167,7 +167,7 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         """The one choke point of every logical free."""
         super()._release_page_ids(*page_ids)
         for ids in page_ids:
-            self.residency.release(ids.cpu().numpy())
+            self.residency.release(ids.cpu().numpy().astype(np.int64))
 
     # ---- capacity questions --------------------------------------------------------------------------------
 

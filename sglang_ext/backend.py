@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -10,7 +10,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 
 from kvir.kernels import dispatch
+from kvir.sglang_ext.allocator import KvirAllocator
 from kvir.sglang_ext.pool import KvirPool
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -29,14 +32,18 @@ class KvirAttentionBackend(AttentionBackend):
                 f"kvir: the KV pool is a {type(pool).__name__}; the hook that builds it did not bind"
             )
         self.pool = pool
-        self.debug = runner.token_to_kv_pool_allocator.debug
-        self.req_to_token = runner.req_to_token_pool.req_to_token
+        allocator, rows = runner.token_to_kv_pool_allocator, runner.req_to_token_pool
+        if not isinstance(allocator, KvirAllocator) or rows is None:
+            raise RuntimeError("kvir: the allocator is not ours; the hook that builds it did not bind")
+        self.debug = allocator.debug
+        self.req_to_token = rows.req_to_token
         self.page_tokens = pool.page_size
         self.kv_heads = pool.plan.layout.kv_heads
         self.head_dim = pool.plan.layout.head_dim
         self.layer_index = {layer.layer_id: i for i, layer in enumerate(pool.plan.model.layers)}
         chosen = {choice.op: choice.implementation for choice in pool.plan.choices}
-        self.kernels = dispatch.choose("ref")
+        self.kernels = dispatch.choose(chosen["attend_decode"])
+        pool.kernels_name = self.kernels.name
         self._pages = torch.empty((0, 0), dtype=torch.int32)
         self._lens = torch.empty(0, dtype=torch.int32)
         self._extends = self._lens
@@ -53,12 +60,11 @@ class KvirAttentionBackend(AttentionBackend):
         self._slots = forward_batch.out_cache_loc
         if forward_batch.forward_mode.is_decode():
             self._lens = forward_batch.seq_lens.to(torch.int32)
-            longest = int(forward_batch.seq_lens_cpu.max())
-            self._pages = self._logical_pages(rows, longest)
+            self._pages = self._logical_pages(rows, int(_given(forward_batch.seq_lens_cpu).max()))
             return
-        self._lens = forward_batch.extend_prefix_lens.to(torch.int32)
-        self._extends = forward_batch.extend_seq_lens.to(torch.int32)
-        prefix_lens: list[int] = list(forward_batch.extend_prefix_lens_cpu)
+        self._lens = _given(forward_batch.extend_prefix_lens).to(torch.int32)
+        self._extends = _given(forward_batch.extend_seq_lens).to(torch.int32)
+        prefix_lens = _given(forward_batch.extend_prefix_lens_cpu)
         self._pages = self._logical_pages(rows, max(prefix_lens, default=0))
         for position in shadows:
             # the page that the prefix ends in is rewritten by this very forward: read its old row
@@ -114,8 +120,8 @@ class KvirAttentionBackend(AttentionBackend):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.kernels.append(k, v, self.pool.cache, self._slots, unit0)
         holes = self.kernels.attend_decode(
-            q, self.pool.cache, self._pages, self._lens, self.pool.decode_bounds, unit0, self.kv_heads, layer.scaling,
-            layer.logit_cap, out,
+            q, self.pool.cache, self._pages, self._lens, self.pool.decode_bounds, unit0, self.kv_heads,
+            layer.scaling, layer.logit_cap, out,
         )  # fmt: skip
         return self._checked(out, holes, layer)
 
@@ -154,8 +160,14 @@ class KvirAttentionBackend(AttentionBackend):
 
     # ---- what SGLang asks of a backend ---------------------------------------------------------------------
 
-    def support_triton(self) -> bool:
+    def support_triton(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]  base says "True"
         return False
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
+
+
+def _given(value: T | None) -> T:
+    """SGLang declares the fields of a batch optional; those of its mode are always there."""
+    assert value is not None
+    return value

@@ -89,7 +89,7 @@ class Evidence:
         return {
             "plan": plan.policy.name,
             "fingerprint": plan.fingerprint,
-            "kernels": {choice.op: choice.implementation for choice in plan.choices},
+            "kernels": self._pool.kernels_name,
             "head_page_bytes": self._pool.head_page_bytes,
             "physical_tokens": self._pool.physical_tokens,
             "logical_tokens": self._pool.size,

@@ -112,8 +112,7 @@ class HeadPagePool:
             found.append("a head-page is listed free twice")
         if self._is_out[listed].any():
             found.append("a head-page is free and resident at once")
-        if int(self._is_out.sum()) + len(listed) != self.size:
-            found.append(
-                f"free {self.free} + quarantined {self.quarantined} + resident {int(self._is_out.sum())} != {self.size}"
-            )
+        out = int(self._is_out.sum())
+        if out + len(listed) != self.size:
+            found.append(f"free {self.free} + quarantined {self.quarantined} + out {out} != {self.size}")
         return found

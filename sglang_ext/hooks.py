@@ -131,19 +131,39 @@ def after_scheduler_init(_result: Any, self: Any, *_args: Any, **_kwargs: Any) -
 
 
 CONFIGURATOR = "mem_cache.kv_cache_configurator.KVCacheConfigurator."
+INTERNAL_STATE = "managers.scheduler_components.internal_state.SchedulerInternalStateController."
 HOOKS: tuple[Hook, ...] = (
-    Hook(CONFIGURATOR + "config_from_budget", "around", size_pool,
-         "the same bytes as stock, and more logical token ids than could be resident in full"),
+    Hook(
+        CONFIGURATOR + "config_from_budget",
+        "around",
+        size_pool,
+        "the same bytes as stock, and more logical token ids than could be resident in full",
+    ),
     Hook(CONFIGURATOR + "_build_token_to_kv_pool", "around", build_pool, "the head-page pool"),
-    Hook(CONFIGURATOR + "_build_token_to_kv_pool_allocator", "around", build_allocator, "the allocator beside it"),
-    Hook("managers.schedule_batch.ScheduleBatch.maybe_evict_swa", "after", prepare_allocation,
-         "first statement of both allocation functions: requests open, windows slide"),
-    Hook("managers.schedule_policy.PrefillAdder.add_one_req", "around", tell_budget,
-         "the budget's question does not name the request: shared prefixes are credited here"),
-    Hook("managers.schedule_batch.Req.__init__", "after", namespace_request,
-         "the plan's fingerprint is part of the prefix-cache key"),
-    Hook("managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state", "after",
-         add_internal_state, "evidence in /server_info"),
-    Hook("managers.scheduler.Scheduler.__init__", "after", after_scheduler_init,
-         "the self-check, once everything is built"),
-)  # fmt: skip
+    Hook(CONFIGURATOR + "_build_token_to_kv_pool_allocator", "around", build_allocator, "its allocator"),
+    Hook(
+        "managers.schedule_batch.ScheduleBatch.maybe_evict_swa",
+        "after",
+        prepare_allocation,
+        "first statement of both allocation functions: requests open, windows slide",
+    ),
+    Hook(
+        "managers.schedule_policy.PrefillAdder.add_one_req",
+        "around",
+        tell_budget,
+        "the budget's question does not name the request: shared prefixes are credited here",
+    ),
+    Hook(
+        "managers.schedule_batch.Req.__init__",
+        "after",
+        namespace_request,
+        "the plan's fingerprint is part of the prefix-cache key",
+    ),
+    Hook(INTERNAL_STATE + "get_internal_state", "after", add_internal_state, "evidence in /server_info"),
+    Hook(
+        "managers.scheduler.Scheduler.__init__",
+        "after",
+        after_scheduler_init,
+        "the self-check, once everything is built",
+    ),
+)

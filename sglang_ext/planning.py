@@ -5,8 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from kvir.lowering.stages import Dtype, ExecutionPlan
 from kvir.sglang_ext.errors import KvirError
 from kvir.sglang_ext.server_args import store_plan
+
+# as torch and as --kv-cache-dtype spell them
+_DTYPES: dict[str, Dtype] = {
+    "torch.float32": "float32",
+    "torch.bfloat16": "bfloat16",
+    "torch.float16": "float16",
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+}
 
 
 def plan_of(args: Any, config: Any) -> None:
@@ -19,14 +30,11 @@ def plan_of(args: Any, config: Any) -> None:
     from kvir.lowering.load import plan_for_server
     from kvir.policy_ir.diagnostic import PolicyError
 
-    model = model_config_of(args)
-    dtype = str(model.dtype).removeprefix("torch.")
-    if config.kv_cache_dtype not in ("auto", None):
-        dtype = {"bf16": "bfloat16"}.get(config.kv_cache_dtype, config.kv_cache_dtype)
+    kv_dtype = str(config.kv_cache_dtype)
+    dtype = _DTYPES[str(model_config_of(args).dtype) if kv_dtype == "auto" else kv_dtype]
+    folder = _folder(str(config.model_path))
     try:
-        plan = plan_for_server(
-            config.kv_ir, _folder(str(config.model_path)), dtype=dtype, device=str(config.device)
-        )
+        plan = plan_for_server(str(config.kv_ir), folder, dtype=dtype, device=str(config.device))
     except PolicyError as error:
         raise KvirError(str(error)) from None
     _runnable(plan)
@@ -36,12 +44,15 @@ def plan_of(args: Any, config: Any) -> None:
 def _folder(model_path: str) -> Path:
     if Path(model_path).is_dir():
         return Path(model_path)
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
-    return Path(cached_file(model_path, "config.json")).parent
+    config = cached_file(model_path, "config.json")
+    if config is None:
+        raise KvirError(f"error: --kv-ir needs the config.json of {model_path}, and there is none")
+    return Path(config).parent
 
 
-def _runnable(plan: Any) -> None:
+def _runnable(plan: ExecutionPlan) -> None:
     if plan.budgeted.prefill != plan.budgeted.decode:
         raise KvirError(
             "error: the runtime does not execute rules that differ between prefill and decode yet\n"

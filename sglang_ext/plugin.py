@@ -36,7 +36,7 @@ def _register_flag() -> None:
 
     HookRegistry.register("sglang.srt.server_args.ServerArgs", KvirServerArgs, HookType.REPLACE)
     # a class attribute, which the registry's propagation does not reach
-    engine.Engine.server_args_class = KvirServerArgs
+    setattr(engine.Engine, "server_args_class", KvirServerArgs)  # noqa: B010  declared as an instance's
 
 
 def _register_hooks() -> None:

@@ -44,6 +44,7 @@ class KvirPool(KVCache):
         # logical page ids run from 1 (SGLang keeps 0 for padded tokens); spare rows behind them hold shadows
         page_count = logical_tokens // page_tokens + 1
         self.shadow_base = page_count
+        self.kernels_name = ""  # set by the attention backend: what really runs
         self.residency = Residency(geometry, page_count, self.head_page_count)
         self.kv = torch.zeros(
             (self.head_page_count, 2, page_tokens, layout.head_dim), dtype=dtype, device=device
@@ -56,7 +57,8 @@ class KvirPool(KVCache):
         self.decode_bounds = _bounds(plan.budgeted.decode, device)
         self.mem_usage = self.kv.numel() * self.kv.element_size() / (1 << 30)
         logger.info(
-            "kvir: plan %r: %d head-pages of %d bytes = %.1f MiB, table %.1f MiB, %d logical tokens, %d classes",
+            "kvir: plan %r: %d head-pages of %d bytes = %.1f MiB, table %.1f MiB, %d logical tokens, "
+            "%d classes",
             plan.policy.name,
             self.head_page_count,
             self.head_page_bytes,

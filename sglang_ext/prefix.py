@@ -6,7 +6,7 @@ methods.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -19,17 +19,23 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from kvir.sglang_ext.geometry import IntArray
+from kvir.sglang_ext.requests import BRANCH_PAGE
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+    from kvir.sglang_ext.allocator import KvirAllocator
     from kvir.sglang_ext.residency import Residency
 
 
 class KvirRadixCache(UnifiedRadixCache):
     @property
+    def kvir_allocator(self) -> KvirAllocator:
+        return cast("KvirAllocator", self.token_to_kv_pool_allocator)
+
+    @property
     def residency(self) -> Residency:
-        return self.token_to_kv_pool_allocator.residency
+        return self.kvir_allocator.residency
 
     def _match_tree(self, params: MatchPrefixParams) -> MatchResult:
         """The longest page-aligned prefix whose rows are all there: sinks, full classes, and one whole window
@@ -47,7 +53,7 @@ class KvirRadixCache(UnifiedRadixCache):
         self.residency.counters["matches_shortened"] += 1
         if params.req is not None:
             # another prompt shares this far, but the windows are gone: keep the ones before here this time
-            params.req.kvir_branch_page = len(pages)
+            setattr(params.req, BRANCH_PAGE, len(pages))
         key = params.key
         if valid == 0:
             return zero_match_result(self, result, extra_key=key.extra_key)
@@ -76,7 +82,7 @@ class KvirRadixCache(UnifiedRadixCache):
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
         """Finish, abort and retraction all pass here."""
-        self.token_to_kv_pool_allocator.evidence.note_end(self.residency.requests.get(id(kv)))
+        self.kvir_allocator.evidence.note_end(self.residency.requests.get(id(kv)))
         self.residency.close(kv)
         super().free_kv_row(kv, ranges)
 

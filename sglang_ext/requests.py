@@ -8,6 +8,9 @@ import numpy as np
 
 from kvir.sglang_ext.geometry import IntArray
 
+# attribute of SGLang's Req: the page at which a match of this prompt found the windows gone
+BRANCH_PAGE = "kvir_branch_page"
+
 
 @dataclass
 class Landmarks:

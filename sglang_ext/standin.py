@@ -19,11 +19,7 @@ FOLDER = Path(__file__).resolve().parent / "standin_modules"
 def needed() -> bool:
     import torch
 
-    if (
-        torch.cuda.is_available()
-        or torch.xpu.is_available()
-        or (hasattr(torch, "npu") and torch.npu.is_available())
-    ):
+    if any(getattr(torch, kind).is_available() for kind in ("cuda", "xpu", "npu") if hasattr(torch, kind)):
         return False
     if str(FOLDER) in sys.path:
         return False
