@@ -6,6 +6,7 @@ between two of them; the question comes last, in chat form.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,10 @@ class Tokenizer(Protocol):
     """What is needed of a transformers tokenizer."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def apply_chat_template(
+        self, conversation: list[Message], *, add_generation_prompt: bool, tokenize: bool
+    ) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -87,3 +92,15 @@ def make(
 def _chat(system: str, haystack: Sequence[str]) -> tuple[Message, ...]:
     user = "\n\n".join([*haystack, QUESTION])
     return ({"role": "system", "content": system}, {"role": "user", "content": user})
+
+
+def prompt_ids(tokenizer: Tokenizer, needle: Needle) -> list[int]:
+    """The chat as the token ids that a chat server makes of it."""
+    text = tokenizer.apply_chat_template(list(needle.messages), add_generation_prompt=True, tokenize=False)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def shared_prefix(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """The tokens that all prompts begin with: the system prompt and the chat's frame around it."""
+    columns = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False))
+    return [column[0] for column in columns]
