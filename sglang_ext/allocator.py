@@ -109,7 +109,7 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         seq_lens_cpu: torch.Tensor,
         last_loc: torch.Tensor,
         extend_num_tokens: int,
-        num_new_pages: int = None,  # type: ignore[assignment]  as SGLang declares it
+        num_new_pages: int | None = None,
     ) -> torch.Tensor | None:
         res = self.residency
         if [end for _, _, end in self._extending] != seq_lens_cpu.tolist():
@@ -122,7 +122,13 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
             logger.error("kvir: no room for a prefill chunk: %s", self.evidence.pool_line())
             return None
         out = super().alloc_extend(
-            prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages
+            prefix_lens,
+            prefix_lens_cpu,
+            seq_lens,
+            seq_lens_cpu,
+            last_loc,
+            extend_num_tokens,
+            num_new_pages,  # pyright: ignore[reportArgumentType]  SGLang declares `int = None`
         )
         if out is None:
             return None
