@@ -1,5 +1,7 @@
-"""Only what pyproject.toml cannot say: how the compiled kernels are built.  Where they cannot be, kvir installs
-without them and runs on the reference kernels."""
+"""Only what pyproject.toml cannot say: how the compiled kernels are built.
+
+Where they cannot be, kvir installs without them and runs on the reference kernels.
+"""
 
 import runpy
 from pathlib import Path

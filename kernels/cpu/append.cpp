@@ -11,7 +11,7 @@ struct Append {
     static constexpr int64_t TOKENS = 64;  // per work item
     const AppendArgs& a;
 
-    void operator()(int64_t index) {
+    void operator()(int64_t index, int64_t) {
         const CacheView& c = a.cache;
         const int64_t last = (index + 1) * TOKENS < a.tokens ? (index + 1) * TOKENS : a.tokens;
         const int64_t row_bytes = c.head_size * a.element_bytes, half = c.page_rows * row_bytes;

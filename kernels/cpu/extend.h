@@ -98,7 +98,7 @@ template <class T> struct Extend {
         bool windowed;    // lanes see its rows through the window, not as sinks
     };
 
-    void operator()(int64_t index) {
+    void operator()(int64_t index, int64_t) {
         const ExtendItem& item = items[order[index]];
         const int64_t unit_index = a.unit0 + item.head;
         const int64_t prefix = a.prefix_lens[item.request], extend = a.extend_lens[item.request];

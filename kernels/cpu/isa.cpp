@@ -20,6 +20,7 @@ namespace KVIR_ISA {
 namespace {
 #include "vec.h"
 #include "rows.h"
+#include "group.h"
 #include "decode.h"
 #include "extend.h"
 #include "stream.h"

@@ -6,7 +6,7 @@ struct StreamRead {
     int64_t bytes;
     float total;  // so that the reads are not optimised away
 
-    void operator()(int64_t index) {
+    void operator()(int64_t index, int64_t) {
         const float* p = (const float*)(from + index * PIECE);
         const int64_t n = (bytes - index * PIECE < PIECE ? bytes - index * PIECE : PIECE) / int64_t(sizeof(float));
         V acc[8];

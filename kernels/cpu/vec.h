@@ -53,15 +53,21 @@ static inline V load(const bf16* p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
 static inline V load(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
-// The first 8 lanes; the rest is zero.
-static inline V load8(const float* p) { return _mm512_zextps256_ps512(_mm256_loadu_ps(p)); }
-static inline V load8(const bf16* p) {
-    __m256i wide = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
-    return _mm512_zextps256_ps512(_mm256_castsi256_ps(wide));
+// The first n lanes; the rest is zero.
+static inline V load_part(const float* p, int n) { return _mm512_maskz_loadu_ps((1u << n) - 1, p); }
+static inline V load_part(const bf16* p, int n) {
+    __m256i narrow = _mm256_maskz_loadu_epi16((1u << n) - 1, p);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
 }
-static inline V load8(const f16* p) { return _mm512_zextps256_ps512(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p))); }
+static inline V load_part(const f16* p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16((1u << n) - 1, p)); }
+static inline void store_part(float* p, V x, int n) { _mm512_mask_storeu_ps(p, (1u << n) - 1, x); }
+// The even and the odd ones of 2 W elements.
+static inline void split(const bf16* p, V& even, V& odd) {
+    __m512i both = _mm512_loadu_si512(p);
+    even = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+    odd = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000))));
+}
 static inline void store(float* p, V x) { _mm512_storeu_ps(p, x); }
-static inline void store8(float* p, V x) { _mm256_storeu_ps(p, _mm512_castps512_ps256(x)); }
 static inline V add(V a, V b) { return _mm512_add_ps(a, b); }
 static inline V sub(V a, V b) { return _mm512_sub_ps(a, b); }
 static inline V mul(V a, V b) { return _mm512_mul_ps(a, b); }
@@ -83,18 +89,19 @@ static inline V keep_first(V a, int n) {
 static inline V round_(V x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 constexpr float EXP2_FLOOR = -150.f;
 static inline V scale_by_exp2(V p, V n, V) { return _mm512_scalef_ps(p, n); }
-// Lane i of the result is the sum of the lanes of v[i].
-static inline V sums(const V* v) {
-    V a[8], b[4];
-    for (int i = 0; i < 8; i++)
-        a[i] = add(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
-    for (int i = 0; i < 4; i++) {
-        __m512d x = _mm512_castps_pd(a[2 * i]), y = _mm512_castps_pd(a[2 * i + 1]);
-        b[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
-    }
-    V c0 = add(_mm512_shuffle_f32x4(b[0], b[1], 0x88), _mm512_shuffle_f32x4(b[0], b[1], 0xdd));
-    V c1 = add(_mm512_shuffle_f32x4(b[2], b[3], 0x88), _mm512_shuffle_f32x4(b[2], b[3], 0xdd));
-    return add(_mm512_shuffle_f32x4(c0, c1, 0x88), _mm512_shuffle_f32x4(c0, c1, 0xdd));
+static inline bool any_above(V a, V b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
+// In every 128 bits of the result, number i is the sum of those 128 bits of v[i].
+static inline V sums_of_4(const V* v) {
+    V a = add(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+    V b = add(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+    __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
+    return add(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+}
+// The sums over the four 128 bits of q[0], then of q[1], ...
+static inline V join_quads(const V* q) {
+    V a = add(_mm512_shuffle_f32x4(q[0], q[1], 0x88), _mm512_shuffle_f32x4(q[0], q[1], 0xdd));
+    V b = add(_mm512_shuffle_f32x4(q[2], q[3], 0x88), _mm512_shuffle_f32x4(q[2], q[3], 0xdd));
+    return add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
 }
 
 #elif defined(__AVX2__)
@@ -133,10 +140,15 @@ static inline V scale_by_exp2(V p, V n, V x) {
     V scaled = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent));
     return _mm256_andnot_ps(_mm256_cmp_ps(x, set1(EXP2_FLOOR), _CMP_LE_OQ), scaled);
 }
-static inline V sums(const V* v) {
-    V a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
-    V b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
-    return add(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+static inline bool any_above(V a, V b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }
+static inline void split(const bf16* p, V& even, V& odd) {
+    __m256i both = _mm256_loadu_si256((const __m256i*)p);
+    even = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+    odd = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000))));
+}
+static inline V sums_of_4(const V* v) { return _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3])); }
+static inline V join_quads(const V* q) {
+    return add(_mm256_permute2f128_ps(q[0], q[1], 0x20), _mm256_permute2f128_ps(q[0], q[1], 0x31));
 }
 static inline float sum(V a) {
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -181,16 +193,38 @@ static inline V scale_by_exp2(V p, V n, V x) {
     VI exponent = __builtin_convertvector(n, VI) << 23;
     return (V)((VI)((V)((VI)p + exponent)) & ~(VI)(x <= set1(EXP2_FLOOR)));
 }
-static inline V sums(const V* v) {
+static inline bool any_above(V a, V b) { return a[0] > b[0] || a[1] > b[1] || a[2] > b[2] || a[3] > b[3]; }
+static inline void split(const bf16* p, V& even, V& odd) {
+    VI both;
+    __builtin_memcpy(&both, p, 16);
+    // Of each 32 bits the lower half comes first in memory: bf16 pools are little-endian.
+    even = (V)(both << 16);
+    odd = (V)(both & int32_t(0xffff0000));
+}
+static inline V sums_of_4(const V* v) {
     return V{v[0][0], v[1][0], v[2][0], v[3][0]} + V{v[0][1], v[1][1], v[2][1], v[3][1]} +
            (V{v[0][2], v[1][2], v[2][2], v[3][2]} + V{v[0][3], v[1][3], v[2][3], v[3][3]});
 }
+static inline V join_quads(const V* q) { return q[0]; }
 static inline float sum(V a) { return (a[0] + a[1]) + (a[2] + a[3]); }
 static inline float max_lane(V a) {
     float x = a[0] > a[1] ? a[0] : a[1], y = a[2] > a[3] ? a[2] : a[3];
     return x > y ? x : y;
 }
 
+#endif
+
+#if !defined(__AVX512F__)
+template <class T> static inline V load_part(const T* p, int n) {
+    float x[W] = {};
+    for (int i = 0; i < n; i++) x[i] = to_float(p[i]);
+    return load(x);
+}
+static inline void store_part(float* p, V x, int n) {
+    float lanes[W];
+    store(lanes, x);
+    for (int i = 0; i < n; i++) p[i] = lanes[i];
+}
 #endif
 
 // 2^x for x <= about 0; exactly 0 far below.  Minimax polynomials on [-1/2, 1/2]: relative error 2e-9 or, where the
