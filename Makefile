@@ -1,7 +1,7 @@
 # `make help` lists what there is.  Everything runs on a CPU; the first run installs about 11 GB once per machine.
 PYTHON ?= python3
 PY := .venv/bin/python
-BENCHES := $(patsubst bench/%.py,bench-%,$(wildcard bench/*.py))
+BENCHES := $(subst _,-,$(patsubst bench/%.py,bench-%,$(wildcard bench/*.py)))
 
 .DEFAULT_GOAL := help
 .PHONY: help env model demo test lint format $(BENCHES)
@@ -40,4 +40,4 @@ test: lint model
 	$(PY) -m pytest
 
 $(BENCHES): bench-%: model
-	$(PY) -m bench.$*
+	$(PY) -m bench.$(subst -,_,$*)

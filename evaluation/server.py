@@ -52,7 +52,8 @@ class Launch:
         """The command line, as a user would type it."""
         words = [sys.executable, "-m", "sglang.launch_server", "--device", "cpu", "--port", str(port)]
         words += ["--model-path", str(self.model), "--dtype", self.dtype, "--enable-metrics"]
-        words += ["--max-running-requests", str(self.max_running_requests)]
+        # An idle scheduler would otherwise spin on a whole core.
+        words += ["--max-running-requests", str(self.max_running_requests), "--sleep-on-idle"]
         if self.kv_ir is None:
             words += ["--attention-backend", "torch_native", "--page-size", str(self.page_tokens)]
         else:
