@@ -81,6 +81,6 @@ def shared_credit(budget: KvirPrefillBudget, pages: Any) -> int:
     geo = res.geometry
     total = 0
     for c in range(geo.class_count):
-        kept = pages if geo.is_full(c) else pages[: geo.sink_pages[c]]
+        kept = pages if geo.is_full(c) else pages[: geo.prefill.sink_pages[c]]
         total += int((res.cover[kept, c] > 0).sum()) * int(geo.class_size[c])
     return total

@@ -63,7 +63,7 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
             res.begin_step(extend=False)
             self._decoding = [res.requests[id(req.kv)] for req in batch.reqs]
             for state, req in zip(self._decoding, batch.reqs, strict=True):
-                res.slide(state, req.kv.kv_committed_len)
+                res.slide(state, req.kv.kv_committed_len, decoding=True)
             return
         res.begin_step(extend=True)
         self._extending = []
@@ -91,7 +91,8 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
             prompt_page=prompt_tokens // self.page_size,
             branch_page=branch if branch is not None and branch > len(pages) else None,
         )
-        state = self.residency.open(req.kv, pages, prefix_tokens, landmarks)
+        publishes = not getattr(req, "skip_radix_cache_insert", False)
+        state = self.residency.open(req.kv, pages, prefix_tokens, landmarks, publishes=publishes)
         state.prompt_tokens = prompt_tokens
         state.max_new_tokens = max(0, (req.sampling_params.max_new_tokens or 0) - len(req.output_ids))
         state.rid = req.rid
@@ -198,7 +199,7 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         opening = 0
         for req in requests or []:
             length = req.kv.kv_committed_len
-            res.slide(res.requests[id(req.kv)], length)
+            res.slide(res.requests[id(req.kv)], length, decoding=True)
             opening += length % self.page_size == 0
         physical = res.make_room(opening * self.layout.unit_count, tree_cache)
         if not physical:

@@ -48,6 +48,8 @@ class Cells:
         self.readers = np.zeros(self.page_count, np.int32)  # running requests with the page in their sequence
         self.pages_in_use = 0
         self.idle_head_pages = 0
+        self.version = 0  # of everything that the accounting depends on
+        self._held_frees: list[IntArray] | None = None
         self.partial_pages: set[int] = set()  # pages that the extend being scheduled begins inside of
         self.pool.reset()
         self.deltas.clear()
@@ -146,7 +148,7 @@ class Cells:
             self.table[target, units] = self.table[source, units]
             self.table[source, units] = ABSENT
             self.alive[b[heal], c], self.alive[a[heal], c] = True, False
-            self.is_sink[b[heal], c] = index[heal] < self.geometry.sink_pages[c]
+            self.is_sink[b[heal], c] = index[heal] < self.geometry.prefill.sink_pages[c]
             self.is_sink[a[heal], c] = False
             self.epoch[b[heal], c] += 1
             self.counters["healed"] += int(heal.sum())
@@ -159,3 +161,27 @@ class Cells:
     def unread(self, pages: IntArray) -> None:
         self.readers[pages] -= 1
         self.pages_in_use -= int((self.readers[pages] == 0).sum())
+
+    # ---- logical frees ---------------------------------------------------------------------------------------
+
+    def hold_frees(self) -> None:
+        """While the tree inserts, logical frees of duplicates wait: their rows may heal the tree."""
+        self._held_frees = []
+
+    def resume_frees(self) -> None:
+        waiting, self._held_frees = self._held_frees, None
+        for pages in waiting or []:
+            self.release(pages)
+
+    def release(self, pages: IntArray) -> None:
+        """Logical pages went back to the allocator: drop whatever is still resident."""
+        if self._held_frees is not None:
+            self._held_frees.append(pages)
+            return
+        if self.cover[pages].any():
+            raise RuntimeError("kvir: a logical page was freed under a running request")
+        for c in range(self.geometry.class_count):
+            resident = pages[self.alive[pages, c]]
+            if len(resident):
+                self.drop_idle(resident, c)
+        self.version += 1

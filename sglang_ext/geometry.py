@@ -5,11 +5,31 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvir.lowering.stages import LayoutPlan
+from kvir.lowering.stages import LayoutPlan, PageSpan
 
 NO_WINDOW = 1 << 40  # window_pages of a class that keeps everything
 
 IntArray = NDArray[np.int64]
+
+
+class Spans:
+    """What each class holds in one phase: at n tokens, pages [0, sink_pages) and [first_page(n), ceil(n /
+    P)).
+    """
+
+    def __init__(self, spans: list[PageSpan]) -> None:
+        self.sink_pages = np.array([s.sink_pages for s in spans], np.int64)
+        self.window_pages = np.array(
+            [NO_WINDOW if s.window_pages is None else s.window_pages for s in spans], np.int64
+        )
+
+    def first_page(self, page_floor: int) -> IntArray:
+        """[C] first page after the sinks that a request with `page_floor` whole pages keeps.
+
+        The window lags to the page floor: a prefix match is page-aligned, so a request of n tokens must keep
+        a whole window below its page floor, or its own second turn could not find it.
+        """
+        return np.maximum(page_floor - self.window_pages, self.sink_pages)
 
 
 class Geometry:
@@ -27,10 +47,9 @@ class Geometry:
         self.class_units: list[IntArray] = [np.asarray(c.units, np.int64) for c in layout.classes]
         self.class_count = len(self.class_units)
         self.class_size = np.array([len(u) for u in self.class_units], np.int64)
-        self.sink_pages = np.array([c.sink_pages for c in layout.classes], np.int64)
-        self.window_pages = np.array(
-            [NO_WINDOW if c.window_pages is None else c.window_pages for c in layout.classes], np.int64
-        )
+        self.prefill = Spans([c.prefill for c in layout.classes])
+        self.decode = Spans([c.decode or c.prefill for c in layout.classes])
+        self.phased = any(c.decode is not None for c in layout.classes)
         self.layer_of_unit: IntArray = np.arange(self.unit_count) // self.kv_heads
         self.class_layers: list[IntArray] = [self.layer_of_unit[u] for u in self.class_units]
         # head-pages of each layer per page of the class, for needs counted per layer: [C, layers]
@@ -39,21 +58,13 @@ class Geometry:
         )
 
     def is_full(self, c: int) -> bool:
-        return bool(self.window_pages[c] >= NO_WINDOW)
+        """The prefix tree keeps every page of the class: a prompt's rows all stay until its nodes are
+        evicted.
+        """
+        return bool(self.prefill.window_pages[c] >= NO_WINDOW)
+
+    def spans(self, decoding: bool) -> Spans:
+        return self.decode if decoding else self.prefill
 
     def pages_of(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)
-
-    def first_window_page(self, tokens: int) -> IntArray:
-        """[C] first page that a request of `tokens` tokens keeps, sinks aside.
-
-        The window lags to the page floor: a prefix match is page-aligned, so a request of n tokens must keep
-        a whole window below its page floor, or its own second turn could not find it.
-        """
-        return np.maximum(tokens // self.page_tokens - self.window_pages, 0)
-
-    def held_pages(self, first: IntArray, page_count: int) -> IntArray:
-        """[C] pages held when the window begins at page `first[c]` and the request has `page_count` pages."""
-        return np.minimum(self.sink_pages, page_count) + np.maximum(
-            page_count - np.maximum(first, self.sink_pages), 0
-        )

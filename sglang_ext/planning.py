@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvir.lowering.stages import Dtype, ExecutionPlan
+from kvir.lowering.stages import Dtype
 from kvir.sglang_ext.errors import KvirError
 from kvir.sglang_ext.server_args import store_plan
 
@@ -37,7 +37,6 @@ def plan_of(args: Any, config: Any) -> None:
         plan = plan_for_server(str(config.kv_ir), folder, dtype=dtype, device=str(config.device))
     except PolicyError as error:
         raise KvirError(str(error)) from None
-    _runnable(plan)
     store_plan(args, plan)
 
 
@@ -50,11 +49,3 @@ def _folder(model_path: str) -> Path:
     if config is None:
         raise KvirError(f"error: --kv-ir needs the config.json of {model_path}, and there is none")
     return Path(config).parent
-
-
-def _runnable(plan: ExecutionPlan) -> None:
-    if plan.budgeted.prefill != plan.budgeted.decode:
-        raise KvirError(
-            "error: the runtime does not execute rules that differ between prefill and decode yet\n"
-            "  help: drop `phase:` from the rules"
-        )

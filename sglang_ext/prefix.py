@@ -70,6 +70,9 @@ class KvirRadixCache(UnifiedRadixCache):
     def checkpoint_into_tree(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         res = self.residency
         state = res.requests.get(id(req.kv))
+        if state is not None and res.geometry.phased:
+            # rows of generated tokens depend on what decode dropped: the tree holds prompts only
+            up_to = min(up_to, state.prompt_tokens)
         res.hold_frees()
         try:
             super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
@@ -99,11 +102,11 @@ def valid_pages(res: Residency, pages: IntArray) -> int:
     ok = np.ones(count + 1, bool)
     for c in range(geo.class_count):
         alive = res.alive[pages, c]
-        sinks = int(geo.sink_pages[c])
+        sinks = int(geo.prefill.sink_pages[c])
         # alive run that ends right before page m, for every m
         last_dead = np.maximum.accumulate(np.where(alive, -1, np.arange(count)))
         run = np.concatenate([[0], np.arange(count) - last_dead])
-        wanted = np.minimum(np.maximum(lengths - sinks, 0), geo.window_pages[c])
+        wanted = np.minimum(np.maximum(lengths - sinks, 0), geo.prefill.window_pages[c])
         ok &= run >= wanted
         if sinks:
             whole_sinks = bool(alive[:sinks].all())

@@ -44,15 +44,21 @@ class RequestState:
     pages: list[int]  # logical page of every P tokens
     tree_pages: int  # the first `tree_pages` of them are owned by the prefix tree
     landmarks: Landmarks
-    first: IntArray = field(
-        default_factory=lambda: np.empty(0, np.int64)
-    )  # [C] first covered page, sinks aside
-    page_floor: int = 0  # pages of the length that `first` was computed for
-    held: list[tuple[int, IntArray]] = field(
-        default_factory=list[tuple[int, IntArray]]
-    )  # branch tails not yet adopted
+    sinks: IntArray  # [C] the request covers pages [0, sinks[c]) ...
+    first: IntArray  # [C] ... and [first[c], end)
+    page_floor: int  # whole pages of the length that `first` was computed for
+    decoding: bool = False  # the spans of decode hold (only in plans whose phases differ)
+    publishes: bool = True  # its prompt goes into the tree
+    # covered besides: windows before a branch, and prompt pages that decode gave up before the tree took them
+    held: list[tuple[int, IntArray]] = field(default_factory=list[tuple[int, IntArray]])
     rid: str = ""
     prompt_tokens: int = 0  # tokens to prefill this time (after a retraction: prompt and outputs so far)
     max_new_tokens: int = 0
     cached_tokens: int = 0
     retractions: int = 0
+
+    def covered_head_pages(self, class_size: IntArray) -> int:
+        """Head-pages that the request covers now, shared ones included; `class_size` [C] in units."""
+        count = len(self.pages)
+        kept = np.minimum(self.sinks, count) + np.maximum(count - np.maximum(self.first, self.sinks), 0)
+        return int(kept @ class_size) + sum(len(index) * int(class_size[c]) for c, index in self.held)

@@ -29,12 +29,10 @@ class Residency(Cells):
         self.peak_resident = 0
         self.peak_covered = 0
         self.peak_pages_in_use = 0
-        self.version = 0  # of everything that the accounting depends on
         self._in_extend = False
         self._slid_now: list[
             tuple[list[Entry], bool]
         ] = []  # queued at the next step: this one still reads them
-        self._held_frees: list[IntArray] | None = None
 
     # ---- one scheduling step -------------------------------------------------------------------------------
 
@@ -62,13 +60,17 @@ class Residency(Cells):
         self.partial_pages.add(page)
         self.deltas.push_shadow(position, self.table[page].copy())
 
-    def _remove_cover(
-        self, state: RequestState, first: int, end: int, c: int, *, closing: bool = False
-    ) -> None:
-        """Pages [first, end) of the request leave class c's window, or the request ends."""
-        if end <= first:
+    def _uncover(self, state: RequestState, index: IntArray, c: int, *, closing: bool = False) -> None:
+        """The request's pages at `index` leave class c's window, or the request ends."""
+        if state.decoding and state.publishes and not closing:
+            # the prompt's pages are the tree's to keep, but the step before is not processed yet
+            waiting = (index >= state.tree_pages) & (index < state.landmarks.prompt_page)
+            if waiting.any():
+                state.held.append((c, index[waiting]))
+                index = index[~waiting]
+        if not len(index):
             return
-        pages = np.array(state.pages[first:end], np.int64)
+        pages = np.array(state.pages, np.int64)[index]
         if not (self.cover[pages, c] > 0).all():
             raise RuntimeError("kvir: a page is uncovered twice")
         self.cover[pages, c] -= 1
@@ -77,7 +79,6 @@ class Residency(Cells):
         self.idle_head_pages += int(idle.sum()) * size
         if closing:
             return  # the tree keeps what it owns as cache; the rest is released with its logical pages
-        index = np.arange(first, end)
         private = idle & (index >= state.tree_pages)
         if private.any():
             self.idle_head_pages -= int(private.sum()) * size
@@ -86,8 +87,9 @@ class Residency(Cells):
         owned = idle & ~private
         if owned.any():
             self.counters["slid_tree"] += int(owned.sum())
-            window = int(self.geometry.window_pages[c])
-            tail = owned & state.landmarks.in_tail(index, window)
+            if self.geometry.is_full(c):
+                return  # a hole would make the rest of the prefix worthless: only the tree evicts these
+            tail = owned & state.landmarks.in_tail(index, int(self.geometry.prefill.window_pages[c]))
             self._enqueue(pages[owned & ~tail], c, tail=False)
             self._enqueue(pages[tail], c, tail=True)
 
@@ -103,47 +105,55 @@ class Residency(Cells):
 
     # ---- requests ------------------------------------------------------------------------------------------
 
-    def open(self, kv: object, pages: list[int], tokens: int, landmarks: Landmarks) -> RequestState:
+    def open(
+        self, kv: object, pages: list[int], tokens: int, landmarks: Landmarks, *, publishes: bool = True
+    ) -> RequestState:
         """A request starts with a matched prefix of `tokens` tokens in `pages`, all owned by the tree."""
-        geo = self.geometry
-        state = RequestState(kv=kv, pages=list(pages), tree_pages=len(pages), landmarks=landmarks)
-        sinks = geo.sink_pages
-        state.first = np.minimum(
-            np.maximum(geo.first_window_page(tokens), sinks), np.maximum(len(pages), sinks)
+        spans = self.geometry.prefill
+        floor = tokens // self.geometry.page_tokens
+        state = RequestState(
+            kv=kv,
+            pages=list(pages),
+            tree_pages=len(pages),
+            landmarks=landmarks,
+            sinks=spans.sink_pages.copy(),
+            first=np.minimum(spans.first_page(floor), np.maximum(len(pages), spans.sink_pages)),
+            page_floor=floor,
+            publishes=publishes,
         )
-        state.page_floor = tokens // geo.page_tokens
         all_pages = np.array(pages, np.int64)
         self.read(all_pages)
-        for c in range(geo.class_count):
-            self.add_cover(all_pages[: sinks[c]], c)
+        for c in range(self.geometry.class_count):
+            self.add_cover(all_pages[: state.sinks[c]], c)
             self.add_cover(all_pages[state.first[c] :], c)
         self.requests[id(kv)] = state
         return state
 
-    def slide(self, state: RequestState, tokens: int) -> None:
-        """The request's next query is past `tokens` tokens: windows move on."""
-        geo = self.geometry
-        floor = tokens // geo.page_tokens
-        if floor <= state.page_floor:
+    def slide(self, state: RequestState, tokens: int, *, decoding: bool = False) -> None:
+        """The request's next query is past `tokens` tokens: windows move on, and may narrow when decoding
+        begins.
+        """
+        turning = decoding and self.geometry.phased and not state.decoding
+        floor = tokens // self.geometry.page_tokens
+        if floor <= state.page_floor and not turning:
             return
-        state.page_floor = floor
-        first = np.minimum(
-            np.maximum(geo.first_window_page(tokens), geo.sink_pages),
-            np.maximum(len(state.pages), geo.sink_pages),
-        )
-        for c in np.nonzero(first > state.first)[0].tolist():
-            self._remove_cover(state, int(state.first[c]), int(first[c]), c)
-            state.first[c] = first[c]
+        state.page_floor = max(floor, state.page_floor)
+        state.decoding |= turning
+        spans = self.geometry.spans(state.decoding)
+        first = np.minimum(spans.first_page(floor), np.maximum(len(state.pages), spans.sink_pages))
+        for c in np.nonzero((first > state.first) | (spans.sink_pages < state.sinks))[0].tolist():
+            old_sinks, old_first = int(state.sinks[c]), int(state.first[c])
+            sinks, end = int(spans.sink_pages[c]), min(int(first[c]), len(state.pages))
+            index = np.arange(sinks if turning else old_first, end)
+            if turning:
+                index = index[(index < old_sinks) | (index >= old_first)]
+            state.sinks[c], state.first[c] = sinks, first[c]
+            self._uncover(state, index, c)
 
     def _surviving(self, state: RequestState, c: int, index: IntArray, tokens: int) -> np.ndarray:
         """Which of the new page indices class c keeps when the request has grown to `tokens` tokens."""
-        geo = self.geometry
-        first = max(int(geo.first_window_page(tokens)[c]), int(geo.sink_pages[c]), int(state.first[c]))
-        return (index < geo.sink_pages[c]) | (index >= first)
-
-    def _held(self, state: RequestState, c: int, index: IntArray) -> np.ndarray:
-        """Which of the new page indices form the window before the request's branch point."""
-        return state.landmarks.before_branch(index, int(self.geometry.window_pages[c]))
+        first = self.geometry.spans(state.decoding).first_page(tokens // self.geometry.page_tokens)
+        return (index < state.sinks[c]) | (index >= max(int(first[c]), int(state.first[c])))
 
     def needed_per_layer(self, state: RequestState, tokens: int, *, hold_branch: bool) -> IntArray:
         """[layers] head-pages that growing to `tokens` tokens allocates: only what survives its own chunk."""
@@ -153,7 +163,7 @@ class Residency(Cells):
         for c in range(geo.class_count):
             keep = self._surviving(state, c, index, tokens)
             if hold_branch:
-                keep = keep | self._held(state, c, index)
+                keep = keep | state.landmarks.before_branch(index, int(geo.prefill.window_pages[c]))
             pages[c] = int(keep.sum())
         return pages @ geo.layer_units
 
@@ -169,32 +179,30 @@ class Residency(Cells):
         self.read(pages)
         for c in range(geo.class_count):
             keep = self._surviving(state, c, index, tokens)
-            held = self._held(state, c, index) & ~keep if hold_branch else np.zeros(len(index), bool)
+            held = (
+                state.landmarks.before_branch(index, int(geo.prefill.window_pages[c])) & ~keep & hold_branch
+            )
             chosen = keep | held
             self.counters["rows_never_written"] += (len(index) - int(chosen.sum())) * int(geo.class_size[c])
             if chosen.any():
                 self.fill(pages[chosen], c)
-                self.is_sink[pages[index < geo.sink_pages[c]], c] = True
+                self.is_sink[pages[index < geo.prefill.sink_pages[c]], c] = True
             if held.any():
                 state.held.append((c, index[held]))
-            first = max(int(geo.first_window_page(tokens)[c]), int(geo.sink_pages[c]))
-            state.first[c] = max(
-                int(state.first[c]), min(first, max(len(state.pages), int(geo.sink_pages[c])))
-            )
+        first = geo.spans(state.decoding).first_page(tokens // geo.page_tokens)
+        state.first = np.maximum(state.first, np.minimum(first, np.maximum(len(state.pages), state.sinks)))
         state.page_floor = max(state.page_floor, tokens // geo.page_tokens)
         if len(pages):
             self.push_rows(pages)
 
     def release_held(self, state: RequestState) -> None:
-        """Branch tails that the tree owns by now become idle cache."""
-        keep: list[tuple[int, IntArray]] = []
-        for c, index in state.held:
-            owned = index[index < state.tree_pages]
-            for i in owned.tolist():
-                self._remove_cover(state, i, i + 1, c)
-            if len(owned) < len(index):
-                keep.append((c, index[index >= state.tree_pages]))
-        state.held = keep
+        """Pages that were held for the tree, which owns them by now, become idle cache."""
+        held, state.held = state.held, []
+        for c, index in held:
+            owned = index < state.tree_pages
+            self._uncover(state, index[owned], c)
+            if not owned.all():
+                state.held.append((c, index[~owned]))
 
     def close(self, kv: object) -> None:
         """The request ends, for whatever reason: nothing of it is covered any more."""
@@ -203,32 +211,19 @@ class Residency(Cells):
             return
         count = len(state.pages)
         for c in range(self.geometry.class_count):
-            sinks = int(self.geometry.sink_pages[c])
-            self._remove_cover(state, 0, min(sinks, count), c, closing=True)
-            self._remove_cover(state, int(state.first[c]), count, c, closing=True)
+            self._uncover(state, np.arange(min(int(state.sinks[c]), count)), c, closing=True)
+            self._uncover(state, np.arange(int(state.first[c]), count), c, closing=True)
         for c, index in state.held:
-            for i in index.tolist():
-                self._remove_cover(state, i, i + 1, c, closing=True)
+            self._uncover(state, index, c, closing=True)
         state.held = []
         self.unread(np.array(state.pages, np.int64))
         self.version += 1
 
     def covered_by(self, state: RequestState) -> int:
         """Head-pages that the request covers now (shared ones included)."""
-        held = sum(len(index) * int(self.geometry.class_size[c]) for c, index in state.held)
-        window = self.geometry.held_pages(state.first, len(state.pages)) @ self.geometry.class_size
-        return int(window) + held
+        return state.covered_head_pages(self.geometry.class_size)
 
     # ---- the tree takes pages over -------------------------------------------------------------------------
-
-    def hold_frees(self) -> None:
-        """While the tree inserts, logical frees of duplicates wait: their rows may heal the tree."""
-        self._held_frees = []
-
-    def resume_frees(self) -> None:
-        waiting, self._held_frees = self._held_frees, None
-        for pages in waiting or []:
-            self.release(pages)
 
     def adopt(self, state: RequestState, canonical: list[int]) -> None:
         """The tree owns the request's first len(canonical) pages now, under these ids.
@@ -249,26 +244,13 @@ class Residency(Cells):
             self.unread(a)
             self.read(b)
             for c in range(geo.class_count):
-                covered = (index < geo.sink_pages[c]) | (index >= state.first[c])
+                covered = (index < state.sinks[c]) | (index >= state.first[c])
                 for held_class, held_index in state.held:
                     if held_class == c:
                         covered |= np.isin(index, held_index)
                 self.move(a, b, index, covered, c)
             self.push_rows(np.concatenate([a, b]))
         self.release_held(state)
-        self.version += 1
-
-    def release(self, pages: IntArray) -> None:
-        """Logical pages went back to the allocator: drop whatever is still resident."""
-        if self._held_frees is not None:
-            self._held_frees.append(pages)
-            return
-        if self.cover[pages].any():
-            raise RuntimeError("kvir: a logical page was freed under a running request")
-        for c in range(self.geometry.class_count):
-            resident = pages[self.alive[pages, c]]
-            if len(resident):
-                self.drop_idle(resident, c)
         self.version += 1
 
     # ---- making room ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The residency protocol under random traffic: every row that a query may see is there and is the right one."""
+"""The residency protocol under random traffic: every row that a query may see is there and is right."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from kvir.lowering.footprint import peak_pages, resident_pages
 from kvir.lowering.pipeline import lower
 from kvir.lowering.stages import ExecutionPlan
 from kvir.policy_ir.parse import parse
+from kvir.sglang_ext import prefix
 from kvir.sglang_ext.deltas import TableDeltas
 from kvir.sglang_ext.headpages import HeadPagePool
 from kvir.sglang_ext.residency import Residency
-from runtime import simulator
-from runtime.simulator import P, Request, Simulation
 from support.models import made
+from support.prefix_tree import P, Request
+from support.simulator import Simulation
 
 IDENTITY = "[{keep: all}]"
 UNIFORM = "[{keep: [{sink: 4}, {recent: 40}]}]"
@@ -28,7 +29,18 @@ MIXED = (
     "[{keep: [{sink: 4}, {recent: 64}]}, {layers: 0, keep: all}, {layers: 2, heads: 1, keep: [{recent: 33}]}]"
 )
 SINKLESS = "[{keep: [{recent: 50}]}]"
-POLICIES = {"identity": IDENTITY, "uniform": UNIFORM, "narrow": NARROW, "mixed": MIXED, "sinkless": SINKLESS}
+PHASED = (
+    "[{keep: [{sink: 4}, {recent: 90}]}, {layers: 0, keep: all}, "
+    "{phase: decode, keep: [{sink: 4}, {recent: 20}]}, {layers: 2, phase: decode, keep: [{recent: 50}]}]"
+)
+POLICIES = {
+    "identity": IDENTITY,
+    "uniform": UNIFORM,
+    "narrow": NARROW,
+    "mixed": MIXED,
+    "sinkless": SINKLESS,
+    "phased": PHASED,
+}
 
 
 def plan_of(rules: str) -> ExecutionPlan:
@@ -71,7 +83,9 @@ def test_random_traffic_reads_the_right_rows(name: str, chunk: int, overlap: boo
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_pool_that_is_too_small_retracts_and_reclaims(name: str, seed: int) -> None:
     plan = plan_of(POLICIES[name])
-    simulation = Simulation(plan, 512 if name in ("identity", "mixed") else 160, chunk_tokens=64, seed=seed)
+    simulation = Simulation(
+        plan, 512 if name in ("identity", "mixed", "phased") else 160, chunk_tokens=64, seed=seed
+    )
     simulation.overlap = bool(seed % 2)
     simulation.retract_share, simulation.cancel_share = 0.02, 0.01
     simulation.run(traffic(seed=100 + seed, count=60, longest=150, most_new=40))
@@ -148,7 +162,7 @@ def _no_shadows(patch: pytest.MonkeyPatch) -> None:
 
 
 def _match_anything(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(simulator, "valid_pages", lambda _res, pages: len(pages))
+    patch.setattr(prefix, "valid_pages", lambda _res, pages: len(pages))
 
 
 def _remove_at_once(patch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ once.  Milliseconds per request instead of seconds.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,150 +20,9 @@ from kvir.kernels.ops import FULL
 from kvir.lowering.stages import ExecutionPlan
 from kvir.sglang_ext.allocator import KvirAllocator, violations
 from kvir.sglang_ext.pool import KvirPool
-from kvir.sglang_ext.prefix import valid_pages
+from support.prefix_tree import P, Request, Tree
 
-P = 16
 LABELS = 1 << 22
-
-
-class Tree:
-    """A prefix tree of whole pages: node = (parent, tokens of the page) -> logical page."""
-
-    def __init__(self, allocator: KvirAllocator) -> None:
-        self.allocator = allocator
-        self.page_size = P
-        self.clock = 0
-        self.nodes: dict[tuple[int, tuple[int, ...]], Node] = {}
-        self.by_page: dict[int, Node] = {}
-
-    def supports_mamba(self) -> bool:
-        return False
-
-    def supports_prefix_sharing(self) -> bool:
-        return True
-
-    def walk(self, tokens: list[int]) -> list[Node]:
-        path: list[Node] = []
-        parent = 0
-        for i in range(0, len(tokens) - P + 1, P):
-            node = self.nodes.get((parent, tuple(tokens[i : i + P])))
-            if node is None:
-                break
-            self.clock += 1
-            node.used = self.clock
-            path.append(node)
-            parent = node.page
-        return path
-
-    def match(self, request: Request) -> list[int]:
-        """As KvirRadixCache: at most all but the last token; cut to what is whole; remember where another
-        prompt branches.
-        """
-        path = self.walk(request.tokens[: len(request.tokens) - 1])
-        pages = np.array([node.page for node in path], np.int64)
-        count = valid_pages(self.allocator.residency, pages) if len(pages) else 0
-        if count < len(pages):
-            request.kvir_branch_page = len(pages)
-        request.locked = path[:count]
-        for node in request.locked:
-            node.locks += 1
-        return pages[:count].tolist()
-
-    def insert(self, request: Request, upto: int) -> None:
-        """As checkpoint_into_tree: own [0, floor(upto)), free duplicates, make the row canonical, move the
-        lock.
-        """
-        residency = self.allocator.residency
-        residency.hold_frees()
-        row, parent, canonical, duplicates = request.row, 0, [], []
-        for i in range(upto // P):
-            key = (parent, tuple(request.tokens[i * P : i * P + P]))
-            node = self.nodes.get(key)
-            if node is None:
-                node = Node(page=row[i], key=key)
-                self.nodes[key] = self.by_page[row[i]] = node
-                if parent:
-                    self.by_page[parent].children += 1
-            elif node.page != row[i]:
-                duplicates.append(row[i])
-            self.clock += 1
-            node.used = self.clock
-            canonical.append(node.page)
-            parent = node.page
-        if duplicates:
-            self.allocator.free_page_ids(torch.tensor(duplicates))
-        row[: len(canonical)] = canonical
-        request.owned = len(canonical)
-        nodes = [self.by_page[page] for page in canonical]
-        for node in nodes:
-            node.locks += 1
-        self.unlock(request)
-        request.locked = nodes
-        residency.adopt(residency.requests[id(request.kv)], canonical)
-        residency.resume_frees()
-
-    def unlock(self, request: Request) -> None:
-        for node in request.locked:
-            node.locks -= 1
-        request.locked = []
-
-    def evict_pages(self, pages: int) -> int:
-        gone = 0
-        while gone < pages:
-            leaves = [n for n in self.nodes.values() if not n.children and not n.locks]
-            if not leaves:
-                break
-            leaf = min(leaves, key=lambda n: n.used)
-            del self.nodes[leaf.key], self.by_page[leaf.page]
-            if leaf.key[0]:
-                self.by_page[leaf.key[0]].children -= 1
-            self.allocator.free_page_ids(torch.tensor([leaf.page]))
-            gone += 1
-        return gone
-
-    def evictable_size(self) -> int:
-        return sum(P for n in self.nodes.values() if not n.locks)
-
-    def evict_for_alloc(self, params: Any) -> None:
-        self.evict_pages(-(-params.num_tokens // P))
-
-    def prefix_device_indices(self, request: Request) -> torch.Tensor:
-        pages = torch.tensor([n.page for n in request.locked], dtype=torch.int64)
-        return (pages[:, None] * P + torch.arange(P)).reshape(-1)
-
-
-@dataclass(eq=False)
-class Node:
-    page: int
-    key: tuple[int, tuple[int, ...]]
-    children: int = 0
-    locks: int = 0
-    used: int = 0
-
-
-@dataclass(eq=False)
-class Request:
-    rid: str
-    tokens: list[int]  # prompt, then what was generated
-    new_tokens: int
-    kv: Any = field(default_factory=lambda: SimpleNamespace(kv_committed_len=0))
-    row: list[int] = field(default_factory=list[int])  # logical page of every P tokens
-    done: int = 0  # tokens whose rows were computed
-    owned: int = 0  # pages that the tree owns
-    locked: list[Node] = field(default_factory=list[Node])
-    kvir_branch_page: int | None = None
-    retraction_count: int = 0
-    output_ids: list[int] = field(default_factory=list[int])
-    cached_tokens: int = 0
-    running: bool = False
-
-    @property
-    def full_untruncated_fill_ids(self) -> list[int]:
-        return self.tokens
-
-    @property
-    def sampling_params(self) -> Any:
-        return SimpleNamespace(max_new_tokens=self.new_tokens)
 
 
 class Simulation:
@@ -192,8 +50,11 @@ class Simulation:
         self.retract_share = 0.0
         self.cancel_share = 0.0
         self.finished: list[Request] = []
-        bounds = self.pool.prefill_bounds
-        self.sink, self.recent = bounds.sink.tolist(), bounds.recent.tolist()
+        self.bounds = [
+            (bounds.sink.tolist(), bounds.recent.tolist())
+            for bounds in (self.pool.prefill_bounds, self.pool.decode_bounds)
+        ]
+        self.phased = self.allocator.residency.geometry.phased
         self.memory = self.pool.kv[:, 0, :, 0].numpy()
         self.memory[:] = -1
 
@@ -245,6 +106,7 @@ class Simulation:
                 break
             self.waiting.pop(0)
             request.running = True
+            request.prompt_tokens = len(request.tokens)
             request.row, request.owned = list(pages), len(pages)
             self._take(request, budget, batch, ends)
             budget -= ends[-1] - request.done
@@ -346,7 +208,7 @@ class Simulation:
         pool = self.pool
         shadows = pool.residency.deltas.apply(pool.table, pool.shadow_base)
         table = pool.table.numpy()
-        labels = [_labels(request.tokens) for request in batch]
+        labels = [self._labels(request) for request in batch]
         rows = []
         for i, (request, (start, _)) in enumerate(zip(batch, spans, strict=True)):
             row = list(request.row)
@@ -381,16 +243,25 @@ class Simulation:
         right.
         """
         below = end if decode else start
-        low = 0 if self.recent[unit] == FULL else max(0, start - self.recent[unit] + 1)
-        seen = np.concatenate(
-            [np.arange(min(self.sink[unit], low, below)), np.arange(min(low, below), below)]
-        )
+        sinks, recents = self.bounds[decode]
+        low = 0 if recents[unit] == FULL else max(0, (end - 1 if decode else start) - recents[unit] + 1)
+        seen = np.concatenate([np.arange(min(sinks[unit], low, below)), np.arange(min(low, below), below)])
         if not len(seen):
             return
         head_pages = table[np.array(row)[seen // P], unit]
         assert (head_pages >= 0).all(), f"unit {unit}: hole at {seen[head_pages < 0][:4]} of [{start}, {end})"
         got, want = self.memory[head_pages, seen % P], (hashes[seen] + unit) % LABELS
         assert (got == want).all(), f"unit {unit}: wrong row at {seen[got != want][:4]} of [{start}, {end})"
+
+    def _labels(self, request: Request) -> np.ndarray:
+        """Rows that decode computes under narrower windows are other rows than prefill would compute."""
+        out, h = np.empty(len(request.tokens), np.int64), 7
+        for i, token in enumerate(request.tokens):
+            if self.phased and i == request.prompt_tokens:
+                h += 99
+            h = (h * 1000003 + token + 1) % 2147483647
+            out[i] = h % LABELS
+        return out
 
     # ---- results -------------------------------------------------------------------------------------------
 
@@ -422,11 +293,3 @@ class Simulation:
             self.allocator.free_page_ids(torch.tensor(request.row[request.owned :]))
         self.tree.unlock(request)
         request.running = False
-
-
-def _labels(tokens: list[int]) -> np.ndarray:
-    out, h = np.empty(len(tokens), np.int64), 7
-    for i, token in enumerate(tokens):
-        h = (h * 1000003 + token + 1) % 2147483647
-        out[i] = h % LABELS
-    return out
