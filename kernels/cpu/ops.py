@@ -9,20 +9,21 @@ from __future__ import annotations
 import ctypes
 import os
 import sysconfig
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, get_num_threads
 
 from kvir.kernels.ops import Bounds, Cache, Kernels
 
+_ops: Any
+_missing: ImportError | None
 try:
-    from kvir.kernels.cpu import _ops  # pyright: ignore[reportAttributeAccessIssue]
+    _ops, _missing = import_module("kvir.kernels.cpu._ops"), None
 except ImportError as error:
-    _ops = None
-    _missing: ImportError | None = error
-else:
-    _missing = None
+    _ops, _missing = None, error
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 

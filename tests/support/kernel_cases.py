@@ -120,8 +120,8 @@ def make(shape: Shape, *, chunk_in_cache: bool) -> Problem:
     q, k_new, v_new = fused.split([query_heads * head_dim, heads * head_dim, heads * head_dim], dim=1)
     start = 0
     for b, (prefix, extend) in enumerate(shape.requests):
-        k_new[start : start + extend] = histories_k[b][prefix:].reshape(extend, -1)
-        v_new[start : start + extend] = histories_v[b][prefix:].reshape(extend, -1)
+        k_new[start : start + extend] = histories_k[b][prefix:].flatten(1)
+        v_new[start : start + extend] = histories_v[b][prefix:].flatten(1)
         start += extend
     q, k_new, v_new = (
         x.reshape(tokens, n, head_dim) if shape.strided else x.reshape(tokens, n, head_dim).contiguous()

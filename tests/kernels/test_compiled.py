@@ -1,0 +1,283 @@
+"""The compiled kernels against the reference, on every instruction set of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvir.kernels.cpu import ops as cpu
+from kvir.kernels.ops import FULL, Bounds, Cache
+from kvir.kernels.ref.ops import KERNELS as REF
+from support.kernel_cases import Problem, Shape, decode, error, extend, make
+
+FLOAT, BF16, HALF = torch.float32, torch.bfloat16, torch.float16
+TOLERANCE = {FLOAT: 2e-6, BF16: 1e-2, HALF: 2e-3}
+# Windows of 1, 8, 16 and 17 rows, sinks of 0, 4 and 20.
+FULL_ONLY = ((0, FULL),)
+SHORT = ((0, 1), (4, 8), (20, 16))
+MIXED = ((0, FULL), (4, 17), (20, 100))
+
+
+# Without a compiler these tests fail; they are not skipped.
+@pytest.fixture(params=cpu.isas() if cpu.available() is None else ["not compiled"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set in turn."""
+    assert cpu.available() is None, cpu.available()
+    before = cpu.use_isa(request.param)
+    yield request.param
+    cpu.use_isa(before)
+
+
+def ones(*lens: int) -> tuple[tuple[int, int], ...]:
+    """Decode problems: requests of these lengths."""
+    return tuple((length - 1, 1) for length in lens)
+
+
+DECODE = [
+    # page edges
+    *(Shape(ones(n), MIXED, 3, seed=n) for n in (1, 2, 15, 16, 17, 31, 32, 33)),
+    # groups and head sizes, odd ones too
+    *(Shape(ones(40, 7, 290), SHORT, g, d) for g in (1, 3, 4, 8) for d in (64, 80, 128, 256)),
+    *(Shape(ones(70, 1), MIXED, g, d) for g, d in ((2, 96), (5, 72), (7, 8), (16, 40), (3, 24), (6, 56))),
+    # other page sizes
+    *(Shape(ones(100, 33), MIXED, 3, 64, p) for p in (1, 3, 4, 8, 64, 1000)),
+    # more than one chunk; one huge head among tiny ones
+    *(Shape(ones(n), ((0, FULL), (0, 8), (4, 1)), 3, seed=n) for n in (255, 256, 257, 384, 385, 1500)),
+    Shape(ones(700, 3, 255, 16), ((20, 300), (0, FULL), (4, 513)), 4, 128),
+    # the rest
+    *(Shape(ones(300, 31), MIXED, g, d, logit_cap=30.0) for g, d in ((3, 64), (4, 72))),
+    *(Shape(ones(300, 31), MIXED, g, d, strided=True) for g, d in ((3, 64), (1, 128))),
+    *(Shape(ones(300, 17, 1), MIXED, g, d, dtype=t, seed=d) for t in (BF16, HALF)
+      for g, d in ((3, 64), (4, 128), (1, 80), (8, 96), (2, 256), (3, 72), (5, 40))),
+    Shape(ones(300, 31), MIXED, 3, dtype=BF16, logit_cap=30.0, strided=True),
+]  # fmt: skip
+
+EXTEND = [
+    # no prefix; at page edges; in the middle of a page
+    *(Shape(((0, n),), MIXED, 3, seed=n) for n in (1, 15, 16, 17, 64, 65, 130)),
+    *(Shape(((p, n),), MIXED, 3, seed=n) for p in (16, 32, 256) for n in (1, 16, 33)),
+    *(Shape(((p, n),), MIXED, 3, seed=n) for p in (1, 15, 17, 100, 333) for n in (1, 31, 70)),
+    # groups and head sizes, odd ones too
+    *(Shape(((20, 40), (0, 7), (3, 90)), SHORT, g, d) for g in (1, 3, 4, 8) for d in (64, 80, 128, 256)),
+    *(Shape(((70, 9), (0, 65)), MIXED, g, d) for g, d in ((2, 96), (5, 72), (7, 8), (16, 40), (3, 24))),
+    # other page sizes
+    *(Shape(((50, 20), (33, 70)), MIXED, 3, 64, p) for p in (1, 3, 4, 8, 64, 1000)),
+    # windows shorter than the chunk, longer, and of the prefix only; several blocks of lanes
+    *(Shape(((300, 300),), ((0, w), (4, w), (20, w)), 3) for w in (1, 8, 16, 17, 64, 299, 500)),
+    Shape(((700, 150), (0, 3), (90, 200), (5, 1)), ((20, 300), (0, FULL), (4, 513)), 1),
+    # the rest
+    *(Shape(((100, 90), (0, 31)), MIXED, g, d, logit_cap=30.0) for g, d in ((3, 64), (4, 72))),
+    *(Shape(((100, 90), (0, 31)), MIXED, g, d, strided=True) for g, d in ((3, 64), (1, 128))),
+    *(Shape(((100, 90), (0, 17), (31, 1)), MIXED, g, d, dtype=t, seed=d) for t in (BF16, HALF)
+      for g, d in ((3, 64), (4, 128), (1, 80), (8, 96), (2, 256), (3, 72), (5, 40))),
+    Shape(((100, 90), (0, 31)), MIXED, 3, dtype=BF16, logit_cap=30.0, strided=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", DECODE, ids=str)
+def test_decode_equals_the_reference(shape: Shape, isa: str) -> None:
+    problem = make(shape, chunk_in_cache=True)
+    wanted, _ = decode(REF, problem)
+    got, holes = decode(cpu.KERNELS, problem)
+    assert holes == 0
+    assert close(got, wanted)
+
+
+@pytest.mark.parametrize("shape", EXTEND, ids=str)
+def test_extend_equals_the_reference(shape: Shape, isa: str) -> None:
+    problem = make(shape, chunk_in_cache=False)
+    wanted, _ = extend(REF, problem)
+    got, holes = extend(cpu.KERNELS, problem)
+    assert holes == 0
+    assert close(got, wanted)
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Within the tolerance of the type, relative to values above 1."""
+    largest = max(1.0, wanted.abs().max().item()) if wanted.numel() else 1.0
+    return error(got, wanted) < TOLERANCE[got.dtype] * largest
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16], ids=str)
+def test_large_logits_do_not_overflow(dtype: torch.dtype, isa: str) -> None:
+    # logits of some hundreds, rising along the sequence, so that the reference logit has to move
+    problem = make(Shape(ones(600), FULL_ONLY, 3, dtype=dtype), chunk_in_cache=True)
+    problem.cache.kv[:, 0] *= torch.linspace(1, 60, problem.cache.kv.shape[0]).to(dtype)[:, None, None]
+    wanted, _ = decode(REF, problem)
+    got, _ = decode(cpu.KERNELS, problem)
+    assert close(got / 20, wanted / 20)
+    chunk = make(Shape(((100, 200),), FULL_ONLY, 3, dtype=dtype), chunk_in_cache=False)
+    chunk.k_new.mul_(torch.linspace(1, 60, 200).to(dtype)[:, None, None])
+    wanted, _ = extend(REF, chunk)
+    got, _ = extend(cpu.KERNELS, chunk)
+    assert close(got / 20, wanted / 20)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16, HALF], ids=str)
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+def test_append_equals_the_reference(dtype: torch.dtype, strided: bool) -> None:
+    torch.manual_seed(0)
+    tokens, heads, head_dim, page_rows = 200, 3, 40, 16
+    width = heads * head_dim
+    fused = torch.randn(tokens, 2 * width + 8).to(dtype)
+    k, v = (fused[:, i * width : (i + 1) * width].unflatten(1, (heads, head_dim)) for i in (0, 1))
+    if not strided:
+        k, v = k.contiguous(), v.contiguous()
+    table = torch.randperm(20 * 9).to(torch.int32).view(20, 9)
+    table[torch.rand(table.shape) < 0.4] = -1
+    table[3, 4] = 180  # past the pool
+    slots = torch.randperm(20 * page_rows)[:tokens].clone()
+    slots[:3] = torch.tensor([-1, 20 * page_rows, 10**12])
+    pools = [torch.zeros(180, 2, page_rows, head_dim, dtype=dtype) for _ in range(2)]
+    REF.append(k, v, Cache(pools[0], table), slots, 3)
+    cpu.KERNELS.append(k, v, Cache(pools[1], table), slots, 3)
+    assert torch.equal(pools[0], pools[1])
+    assert pools[0].count_nonzero() > 0
+
+
+def punch(problem: Problem, entries: list[tuple[int, int, int, int]]) -> Problem:
+    """The problem with table entries (request, page index, head, value) overwritten."""
+    table = problem.cache.table.clone()
+    for request, index, head, value in entries:
+        table[problem.pages[request, index], problem.unit0 + head] = value
+    return replace(problem, cache=Cache(problem.cache.kv, table))
+
+
+def test_decode_counts_holes_and_does_not_read_them(isa: str) -> None:
+    problem = make(Shape(ones(100, 600), ((0, FULL), (4, 20)), 2), chunk_in_cache=True)
+    # of the first request a whole page, the 4 rows of the last page, the sinks of the other head;
+    # of the second a page that leads past the pool, and one whole window
+    first = [(0, 2, 0, -1), (0, 6, 0, -1), (0, 0, 1, -1)]
+    holed = punch(problem, [*first, (1, 30, 0, 10**9), (1, 36, 1, -1), (1, 37, 1, -5)])
+    wanted, count = decode(REF, holed)
+    assert count == 16 + 4 + 4 + 16 + 12 + 8
+    got, holes = decode(cpu.KERNELS, holed)
+    assert holes == count
+    assert close(got, wanted)
+
+
+def test_extend_counts_each_hole_once(isa: str) -> None:
+    problem = make(Shape(((100, 150), (200, 9)), ((0, FULL), (4, 20)), 2), chunk_in_cache=False)
+    # the second chunk's window reaches back to row 181: 11 rows of page 11, the 8 cached rows of page 12
+    holed = punch(problem, [(0, 2, 0, -1), (0, 0, 1, -1), (1, 11, 1, -1), (1, 12, 1, 10**9), (1, 3, 0, -7)])
+    wanted, count = extend(REF, holed)
+    assert count == 16 + 4 + 11 + 8 + 16
+    got, holes = extend(cpu.KERNELS, holed)
+    assert holes == count
+    assert close(got, wanted)
+
+
+def test_a_page_list_that_is_too_short_or_wrong_is_a_hole(isa: str) -> None:
+    problem = make(Shape(ones(100), FULL_ONLY, 2), chunk_in_cache=True)
+    short = replace(problem, pages=problem.pages[:, :5].contiguous())
+    assert decode(REF, short)[1] == 20
+    assert decode(cpu.KERNELS, short)[1] == 20
+    wrong = replace(problem, pages=problem.pages.clone())
+    wrong.pages[0, 1], wrong.pages[0, 2] = -1, 10**6
+    assert decode(REF, wrong)[1] == 32
+    assert decode(cpu.KERNELS, wrong)[1] == 32
+
+
+def test_poison_in_a_visible_row_reaches_the_output(isa: str) -> None:
+    # NaN keys must not be laundered into zero weights: the isnan check of the runtime counts on it
+    for dtype in (FLOAT, BF16):
+        problem = make(Shape(ones(300), FULL_ONLY, 3, dtype=dtype), chunk_in_cache=True)
+        problem.cache.kv[problem.cache.table[problem.pages[0, 9], problem.unit0], 0, 5] = torch.nan
+        assert decode(cpu.KERNELS, problem)[0].isnan().all()
+        chunk = make(Shape(((300, 9),), FULL_ONLY, 3, dtype=dtype), chunk_in_cache=False)
+        chunk.cache.kv[chunk.cache.table[chunk.pages[0, 9], chunk.unit0], 0, 5] = torch.nan
+        assert extend(cpu.KERNELS, chunk)[0].isnan().all()
+
+
+def test_empty_requests_and_blind_queries_get_zeros(isa: str) -> None:
+    problem = make(Shape(ones(40, 20), ((0, FULL), (0, 0)), 2), chunk_in_cache=True)
+    out = torch.full_like(problem.q, torch.nan)
+    lens = torch.tensor([40, 0], dtype=torch.int32)
+    holes = cpu.KERNELS.attend_decode(
+        problem.q, problem.cache, problem.pages, lens, problem.bounds, problem.unit0, 2, 0.1, 0.0, out
+    )
+    assert holes == 0
+    assert (out[0, :2] != 0).all()
+    assert (out[0, 2:] == 0).all()
+    assert (out[1] == 0).all()
+    chunk = make(Shape(((40, 5), (7, 0), (3, 2)), ((0, FULL), (0, 0)), 2), chunk_in_cache=False)
+    got, holes = extend(cpu.KERNELS, chunk)
+    assert holes == 0
+    assert close(got, extend(REF, chunk)[0])
+    assert (got[:, 2:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16], ids=str)
+def test_results_depend_on_neither_threads_nor_pool_nor_batch(dtype: torch.dtype, isa: str) -> None:
+    requests = (700, 3, 255, 1290)
+    windows = ((20, 300), (0, FULL), (4, 513))
+    together = make(Shape(ones(*requests), windows, 3, dtype=dtype), chunk_in_cache=True)
+    chunks = make(Shape(((100, 150), (0, 3), (500, 200)), windows, 3, dtype=dtype), chunk_in_cache=False)
+    threads = torch.get_num_threads()
+    decoded, extended = [], []
+    try:
+        for count, torchs in ((1, True), (2, True), (3, True), (2, False), (5, False)):
+            torch.set_num_threads(count)
+            cpu.use_torch_threads(torchs)
+            decoded.append(decode(cpu.KERNELS, together)[0])
+            extended.append(extend(cpu.KERNELS, chunks)[0])
+    finally:
+        torch.set_num_threads(threads)
+        cpu.use_torch_threads()
+    assert all(torch.equal(x, decoded[0]) for x in decoded)
+    assert all(torch.equal(x, extended[0]) for x in extended)
+    for b in range(len(requests)):
+        alone = torch.empty_like(together.q[b : b + 1])
+        cpu.KERNELS.attend_decode(
+            together.q[b : b + 1], together.cache, together.pages[b : b + 1], together.lens[b : b + 1],
+            together.bounds, together.unit0, together.kv_heads, together.scale, 0.0, alone,
+        )  # fmt: skip
+        assert torch.equal(alone[0], decoded[0][b])
+    alone = torch.empty_like(chunks.q[153:])
+    cpu.KERNELS.attend_extend(
+        chunks.q[153:], chunks.k_new[153:], chunks.v_new[153:], chunks.cache, chunks.pages[2:],
+        chunks.prefix_lens[2:], chunks.extend_lens[2:], chunks.bounds, chunks.unit0, chunks.scale, 0.0, alone,
+    )  # fmt: skip
+    assert torch.equal(alone, extended[0][153:])
+
+
+def test_torch_lends_its_threads() -> None:
+    assert cpu.use_torch_threads()
+
+
+OUTSIDE: dict[str, dict[str, object]] = {
+    "dtype": {"q": torch.zeros(1, 2, 64, dtype=torch.float64)},
+    "stride": {"q": torch.zeros(1, 64, 2).transpose(1, 2)},
+    "head size": {"q": torch.zeros(1, 2, 32)},
+    "head size 12": {
+        "q": torch.zeros(1, 2, 12),
+        "cache": Cache(torch.zeros(4, 2, 16, 12), torch.zeros(4, 3, dtype=torch.int32)),
+    },
+    "lens": {"lens": torch.ones(1, dtype=torch.int64)},
+    "batch": {"pages": torch.zeros(2, 4, dtype=torch.int32)},
+    "units": {"unit0": 3},
+    "bounds": {"bounds": Bounds(torch.zeros(3), torch.zeros(3))},
+    "pool": {"cache": Cache(torch.zeros(4, 2, 64, 16).transpose(2, 3), torch.zeros(4, 3, dtype=torch.int32))},
+    "scale": {"scale": 0.0},
+}
+
+
+@pytest.mark.parametrize("change", OUTSIDE.values(), ids=OUTSIDE.keys())
+def test_arguments_outside_the_contract_are_refused(change: dict[str, object]) -> None:
+    arguments: dict[str, object] = {
+        "q": torch.zeros(1, 2, 64),
+        "cache": Cache(torch.zeros(4, 2, 16, 64), torch.zeros(4, 3, dtype=torch.int32)),
+        "pages": torch.zeros(1, 4, dtype=torch.int32),
+        "lens": torch.ones(1, dtype=torch.int32),
+        "bounds": Bounds(torch.zeros(3, dtype=torch.int32), torch.full((3,), FULL, dtype=torch.int32)),
+        "unit0": 1,
+        "kv_heads": 2,
+        "scale": 0.125,
+        "logit_cap": 0.0,
+    }
+    arguments |= change
+    with pytest.raises(ValueError, match="do not fit the contract"):
+        cpu.KERNELS.attend_decode(**arguments, out=torch.zeros_like(arguments["q"]))  # type: ignore[arg-type]
