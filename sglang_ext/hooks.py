@@ -104,10 +104,13 @@ def tell_budget(original: Callable[..., Any], self: Any, req: Req, *args: Any, *
     return original(self, req, *args, **kwargs)
 
 
-def namespace_request(_result: Any, self: Req, *_args: Any, **_kwargs: Any) -> None:
+def new_request(_result: Any, self: Req, *_args: Any, **_kwargs: Any) -> None:
     plan = _plan()
-    if plan is not None:
-        self.extra_key = f"{self.extra_key or ''}|{NAME}:{plan.fingerprint[:16]}"
+    if plan is None:
+        return
+    self.extra_key = f"{self.extra_key or ''}|{NAME}:{plan.fingerprint[:16]}"
+    if (self.sampling_params.beam_width or 1) > 1:
+        self.set_finish_with_abort("kvir: beam search is not supported with --kv-ir; leave beam_width out")
 
 
 # ---- evidence ----------------------------------------------------------------------------------------------
@@ -156,8 +159,8 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "managers.schedule_batch.Req.__init__",
         "after",
-        namespace_request,
-        "the plan's fingerprint is part of the prefix-cache key",
+        new_request,
+        "the plan's fingerprint is part of the prefix-cache key; beam search is refused",
     ),
     Hook(INTERNAL_STATE + "get_internal_state", "after", add_internal_state, "evidence in /server_info"),
     Hook(

@@ -91,6 +91,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "two batches would share one version of the table", _off, ("enable_two_batch_overlap", "enable_pdmux")
     ),
+    Refusal("preemption is not tested yet", _off, ("enable_priority_scheduling",)),
+    Refusal("compiled graphs on a CPU are not supported", _off, ("enable_torch_compile",)),
     Refusal("diffusion decoding rewrites rows", _is(None), ("dllm_algorithm",)),
     Refusal("such a server decodes nothing", _off, ("encoder_only", "is_embedding")),
     Refusal("it demands attention backends of its own", _off, ("enable_deterministic_inference",)),

@@ -41,6 +41,8 @@ class KvirServerArgs(ServerArgs):
         try:
             if self.kv_ir is not None:
                 refusals.check_raw(self)
+                # the model's own sliding windows are part of the plan: one pool for all layers
+                self.disable_hybrid_swa_memory = True
             super().resolve_once()
         except KvirError as error:
             if not self.__dict__.get(_FROM_COMMAND_LINE):
