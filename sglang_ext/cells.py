@@ -162,7 +162,7 @@ class Cells:
         self.readers[pages] -= 1
         self.pages_in_use -= int((self.readers[pages] == 0).sum())
 
-    # ---- logical frees ---------------------------------------------------------------------------------------
+    # ---- logical frees -------------------------------------------------------------------------------------
 
     def hold_frees(self) -> None:
         """While the tree inserts, logical frees of duplicates wait: their rows may heal the tree."""
