@@ -39,7 +39,7 @@ class KvirServerArgs(ServerArgs):
         from kvir.sglang_ext import refusals
 
         try:
-            if self.kv_ir is not None:
+            if self.kv_ir is not None and not self.__dict__.get("_resolution_finished"):
                 refusals.check_raw(self)
                 # the model's own sliding windows are part of the plan: one pool for all layers
                 self.disable_hybrid_swa_memory = True
