@@ -71,7 +71,7 @@ def test_identity_is_plain_transformers(model: Path, length: int) -> None:
     with torch.no_grad():
         logits = plain(torch.tensor([prompt + outputs])).logits[0, length - 1 : -1]
     forced = Oracle(model, Masks.full()).force(prompt, outputs)
-    assert (forced.logprobs - logits.log_softmax(-1)).abs().max() < 1e-5
+    assert (forced.logprobs - logits.log_softmax(-1)).abs().max() < 2e-5
 
 
 def test_only_the_named_head_is_masked(model: Path) -> None:
