@@ -1,0 +1,62 @@
+"""The servers that tests use, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from evaluation.server import Launch
+
+POLICIES = Path(__file__).parents[1] / "data/policies/tiny"
+CHUNK_TOKENS = 256
+
+# Freed head-pages are filled with NaN, attention outputs are searched for it, and every invariant is
+# recounted after every step; SGLang's own leak checker runs whenever the server is idle.
+CHECKS = {"KVIR_DEBUG": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
+RETRACTIONS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
+
+
+def policy(name: str) -> Path:
+    return POLICIES / f"{name}.ir"
+
+
+@dataclass(frozen=True)
+class Setup:
+    policy_name: str  # "" is stock SGLang
+    pool_tokens: int  # memory, as tokens of full KV
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    lowered: bool = False  # given as a plan instead of a policy
+
+    def launch(self, model: Path, plan_file: Callable[[str], Path]) -> Launch:
+        kv_ir = None
+        if self.policy_name:
+            kv_ir = plan_file(self.policy_name) if self.lowered else policy(self.policy_name)
+        return Launch(
+            model=model,
+            kv_ir=kv_ir,
+            max_total_tokens=self.pool_tokens,
+            chunked_prefill_tokens=CHUNK_TOKENS,
+            arguments=("--sleep-on-idle", *self.arguments),
+            environment=CHECKS | self.environment,
+        )
+
+
+PLAIN = ("--disable-overlap-schedule",)
+
+# Pools are as small as lets eight long requests run at once, so that the prefix cache is under pressure.
+SERVERS: Mapping[str, Setup] = {
+    "stock": Setup("", 8192),
+    "identity": Setup("identity", 8192),
+    "stock-1024": Setup("", 1024),
+    "tight": Setup("tight", 1024),
+    "uniform": Setup("uniform", 4096),
+    "table": Setup("table", 4096),
+    "ramp": Setup("ramp", 4096),
+    "narrow": Setup("narrow", 512),
+    "uniform-retract": Setup("uniform", 4096, PLAIN, RETRACTIONS),
+    "table-retract": Setup("table", 4096, PLAIN, RETRACTIONS, lowered=True),
+    "ramp-retract": Setup("ramp", 4096, PLAIN, RETRACTIONS),
+    "narrow-retract": Setup("narrow", 512, PLAIN, RETRACTIONS),
+}
