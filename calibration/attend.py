@@ -1,4 +1,4 @@
-"""Attention as deployed: each KV head with its own sinks and window, block by block, never N x N in memory."""
+"""Attention as deployed: each KV head with its own sinks and window, block by block, in linear memory."""
 
 from __future__ import annotations
 

@@ -80,8 +80,9 @@ class Harness:
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
         base, total = self.model.base_model, 0.0
+        output: Any = hidden[None]
         target = torch.tensor(list(ids), device=self.device)
-        with _replaced_forward(base, BaseModelOutputWithPast(last_hidden_state=hidden[None])):
+        with _replaced_forward(base, BaseModelOutputWithPast(last_hidden_state=output)):
             for begin in range(start, len(ids) - 1, LOSS_CHUNK):
                 rows = torch.arange(begin, min(begin + LOSS_CHUNK, len(ids) - 1), device=self.device)
                 logits = self.model(input_ids=target[None], logits_to_keep=rows, use_cache=False).logits[0]

@@ -1,8 +1,8 @@
 """Several forward passes in step: each runs until its next attention call and waits there for the answer.
 
-A layer's windows are chosen from all samples before any of them may go on.  Passes are threads of which one runs
-at a time, so the model's own code stays as it is, memory for activations is that of one pass, and the order of
-all arithmetic is fixed.
+A layer's windows are chosen from all samples before any of them may go on.  Passes are threads of which one
+runs at a time, so the model's own code stays as it is, memory for activations is that of one pass, and the
+order of all arithmetic is fixed.
 """
 
 from __future__ import annotations

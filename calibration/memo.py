@@ -16,7 +16,7 @@ from kvir.lowering.plan_file import write_atomically
 
 
 class Memo:
-    """Findings of one calibration.  `inputs` is all that they depend on; a file of other inputs is not used."""
+    """Findings of one calibration.  `inputs` is all that they depend on; a file of others is not used."""
 
     def __init__(self, path: Path | None, inputs: object) -> None:
         self.path = path

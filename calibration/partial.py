@@ -1,10 +1,10 @@
 """Attention outputs under every candidate at once, from partial softmax sums.
 
 Windows are nested, so the keys fall into bands by their distance from the query, one band between two
-neighbouring windows.  Each band gives a partial softmax (its largest logit, the sum of exponentials, the sum of
-weighted values); merging the bands from near to far gives every window and, at last, the full history.  All
-candidates together read each key about once.  Each band has its own largest logit, so a window whose logits are
-far below the sink's loses nothing.
+neighbouring windows.  Each band gives a partial softmax (its largest logit, the sum of exponentials, the sum
+of weighted values); merging the bands from near to far gives every window and, at last, the full history.
+All candidates together read each key about once.  Each band has its own largest logit, so a window whose logits
+are far below the sink's loses nothing.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ class Partial:
 def outputs(
     call: AttentionCall, positions: Tensor, candidates: Sequence[Candidate]
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Block by block: (which of `positions`, outputs [K, Hkv, G, block, Dv] in float32), full history included
-    as whatever candidate says so.  `positions` ascend."""
+    """Block by block: (which of `positions`, float32 outputs [K, Hkv, G, block, Dv]).  `positions` ascend."""
     for start in range(0, len(positions), QUERY_BLOCK):
         block = slice(start, start + QUERY_BLOCK)
         yield block, _block_outputs(call, positions[block], candidates)
@@ -145,8 +144,8 @@ def _learned_sink(call: AttentionCall, query: Tensor, value_size: int) -> Partia
 
 
 def cosine(outputs: Tensor, reference: Tensor) -> Tensor:
-    """Cosine over the last axis by the rules of SeqCalib (arXiv:2609.02029): a norm of at most 1e-12 counts as
-    zero; both zero gives 1, one zero gives 0."""
+    """Cosine over the last axis by the rules of SeqCalib: a norm of at most 1e-12 counts as zero; both zero
+    gives 1, one zero gives 0."""
     dot = (outputs * reference).sum(-1)
     norms = outputs.norm(dim=-1), reference.norm(dim=-1)
     zero = norms[0] <= ZERO_NORM, norms[1] <= ZERO_NORM

@@ -37,8 +37,8 @@ def pieces(harness: Harness, ids: Sequence[int], context_tokens: int, count: int
     if size < 2 or len(ids) < count * size:
         need, have = count * size, len(ids)
         raise CalibrationError(
-            f"the text has {have} tokens; {count} samples of {context_tokens} need {need}: give a longer text, "
-            "or fewer or shorter samples"
+            f"the text has {have} tokens left; {count} samples of {context_tokens} need {need}: "
+            "give a longer text, or fewer or shorter samples"
         )
     return [(*prefix, *ids[i * size : (i + 1) * size]) for i in range(count)]
 
@@ -104,4 +104,6 @@ def retrieval_samples(
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
     """Length of the common beginning."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )

@@ -1,10 +1,10 @@
 """SeqCalib (HeadWiseKV, arXiv:2609.02029): a window per KV head, layer after layer.
 
-Layers are taken in execution order with all lower layers already under their chosen windows.  For each KV head
-and candidate: the mean over samples, query positions and the group's query heads of the cosine between the
-attention output with the candidate and with the full history, before any output gate.  The cheapest candidate
-with a mean of at least tau is taken, else the full history.  A grid of thresholds gives a matrix each; the budget
-selector takes one.
+Layers are taken in execution order with all lower layers already under their chosen windows.  For each KV
+head and candidate: the mean over samples, query positions and the group's query heads of the cosine between
+the attention output with the candidate and with the full history, before any output gate.  The cheapest
+candidate with a mean of at least tau is taken, else the full history.  A grid of thresholds gives a matrix
+each; the budget selector takes one.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from kvir.calibration.samples import Sample
 Choices = tuple[tuple[int, ...], ...]  # [configurable layer][KV head]: index into the codebook
 Scores = tuple[tuple[tuple[float, ...], ...], ...]  # [configurable layer][candidate][KV head]
 Progress = Callable[[], None]  # one layer of one sample is done
+Decide = Callable[[int, Sequence[Sequence[float]]], tuple[int, ...]]
 Pass = Suspended[AttentionCall, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """What one threshold gives."""
+    """A choice for every KV head, and the scores that each layer had under the choices below it."""
 
-    tau: float
     choices: Choices
     scores: Scores
 
@@ -56,10 +56,21 @@ def choose(scores: Sequence[Sequence[float]], tau: float) -> tuple[int, ...]:
     return tuple(next((k for k in range(last) if scores[k][head] >= tau), last) for head in heads)
 
 
+def at_least(tau: float) -> Decide:
+    """The rule of the paper."""
+    return lambda _, scores: choose(scores, tau)
+
+
 def matrix(
-    harness: Harness, samples: Sequence[Sample], codes: Codebook, tau: float, memo: Memo, progress: Progress
+    harness: Harness,
+    samples: Sequence[Sample],
+    codes: Codebook,
+    decide: Decide,
+    memo: Memo,
+    progress: Progress,
 ) -> Matrix:
-    """One pass over all layers.
+    """One pass over all layers.  `decide` is given the place of a layer among the configurable ones, and its
+    scores, and says what each KV head gets.
 
     Raises:
         CalibrationError: a score is not a finite number.
@@ -71,20 +82,20 @@ def matrix(
         if name not in memo:
             break
         scores.append(memo.get(name, list))
-        choices.append(choose(scores[-1], tau))
+        choices.append(decide(len(choices), scores[-1]))
         for _ in samples:
             progress()
     if len(choices) < len(harness.configurable):
-        _go_on(harness, samples, codes, tau, memo, progress, choices, scores)
+        _go_on(harness, samples, codes, decide, memo, progress, choices, scores)
     frozen = tuple(tuple(tuple(row) for row in layer) for layer in scores)
-    return Matrix(tau, tuple(choices), frozen)
+    return Matrix(tuple(choices), frozen)
 
 
 def _go_on(
     harness: Harness,
     samples: Sequence[Sample],
     codes: Codebook,
-    tau: float,
+    decide: Decide,
     memo: Memo,
     progress: Progress,
     choices: list[tuple[int, ...]],
@@ -112,7 +123,7 @@ def _go_on(
                     lambda calls=calls: layer_scores(calls, samples, codes, progress),
                 )
                 scores.append(found)
-                choices.append(choose(found, tau))
+                choices.append(decide(index, found))
             kept = [codes[k] for k in choices[index]]
             if index + 1 < len(harness.configurable):  # what follows the last choice decides nothing
                 answers = [attend(call, kept) for call in calls]

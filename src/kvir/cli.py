@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvir.policy_ir.diagnostic import Report
 
 BAD_INPUT = 2
+INTERRUPTED = 130  # as shells report SIGINT
 
 
 class Usage(Exception):
@@ -185,6 +186,20 @@ def schema(args: argparse.Namespace) -> int:
     return 0
 
 
+def calibrate(args: argparse.Namespace) -> int:
+    """Choose what each KV head keeps, from a model and text; write the plan, the grid and a picture."""
+    from kvir.calibration import command
+
+    return _calibration(command.calibrate, args)
+
+
+def plot(args: argparse.Namespace) -> int:
+    """Draw the grid of a calibration."""
+    from kvir.calibration import command
+
+    return _calibration(command.plot, args)
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "check": check,
     "lower": lower,
@@ -193,10 +208,25 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "print": print_file,
     "fmt": format_files,
     "schema": schema,
+    "calibrate": calibrate,
+    "plot": plot,
 }
 
 
 # ---- parts -------------------------------------------------------------------------------------------------
+
+
+def _calibration(run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> int:
+    from kvir.calibration.harness import CalibrationError
+
+    try:
+        run(args)
+    except CalibrationError as error:
+        raise Usage(str(error)) from None
+    except KeyboardInterrupt:
+        print("kvir: interrupted; the same command goes on from the last finished layer", file=sys.stderr)
+        return INTERRUPTED
+    return 0
 
 
 def _check_lowering(

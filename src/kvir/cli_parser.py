@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from kvir import __version__
+from kvir.calibration import options as calibration_options
 
 DTYPES = ("float32", "bfloat16", "float16")
 PASSES = ("verify", "resolve", "budget", "layout", "kernels", "buckets", "plan")  # as in lowering.pipeline
@@ -54,4 +55,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--check", action="store_true", help="change nothing; exit code 2 if a file would change")
 
     commands.add_parser("schema", help="the JSON Schema of policy files, for editors")
+
+    calibration_options.add_calibrate(commands)
+    calibration_options.add_plot(commands)
     return top

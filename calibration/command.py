@@ -1,0 +1,118 @@
+"""`kvir calibrate seqcalib` and `kvir plot`: from options to files."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from pathlib import Path
+
+from kvir.calibration.harness import CalibrationError
+from kvir.calibration.options import command_text
+from kvir.calibration.result import read, write
+
+
+def calibrate(args: argparse.Namespace) -> None:
+    """Run a calibration; write plan, grid and picture.
+
+    Raises:
+        CalibrationError: model, text and options do not fit together.
+        PolicyError: the model's config cannot be planned for.
+        OSError: a file cannot be read or written.
+    """
+    import torch
+
+    from kvir.calibration import run
+    from kvir.calibration.harness import Harness
+    from kvir.calibration.plot import draw
+    from kvir.calibration.policy import policy_text
+    from kvir.calibration.report import Bar, print_summary
+    from kvir.lowering.plan_file import write_atomically
+
+    (context,) = args.context if len(args.context) == 1 else (0,)
+    if context < 16 or args.samples < 1 or args.query_stride < 1:
+        raise CalibrationError(
+            "--context takes one number of at least 16, --samples and --query-stride at least 1"
+        )
+    if args.objective == "residual" and args.budget is None:
+        raise CalibrationError("--objective residual shares out a budget: give --budget, e.g. 0.45")
+    output = Path(args.output)
+    text = Path(args.text).read_text(encoding="utf-8")
+    held_out = Path(args.held_out).read_text(encoding="utf-8") if args.held_out else None
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    quiet()
+    harness = Harness(Path(args.model), device=args.device, dtype=getattr(torch, args.dtype))
+    request = run.Request(
+        context_tokens=context,
+        samples=args.samples,
+        retrieval_samples=args.retrieval,
+        retrieval_weight=args.retrieval_weight,
+        query_stride=args.query_stride,
+        query_share=args.query_share,
+        recent_tokens=args.candidates,
+        sink_tokens=args.sinks,
+        taus=args.tau,
+        budget=args.budget,
+        objective=args.objective,
+        held_out_samples=args.held_out_samples,
+        seed=args.seed,
+        dtype=args.dtype,
+    )
+    unfinished = output.with_name(f".{output.name}.unfinished")
+    with Bar() as bar:
+        found = run.calibrate(
+            harness,
+            request,
+            (text_name(args.text, text), text),
+            (text_name(args.held_out, held_out), held_out) if held_out is not None else None,
+            unfinished,
+            bar,
+        )
+    name = args.name or output.stem.replace("_", "-")
+    plan = policy_text(harness.facts, found, name, headline(found, command_text(args)))
+    grid = Path(args.grid) if args.grid else output.with_suffix(".json")
+    picture = Path(args.picture) if args.picture else output.with_suffix(".png")
+    write(grid, found)
+    draw(found, picture)
+    write_atomically(output, plan.encode())
+    unfinished.unlink(missing_ok=True)
+    print_summary(found)
+    print(f"wrote {output}, {grid}, {picture}", file=sys.stderr)
+
+
+def plot(args: argparse.Namespace) -> None:
+    """Draw a grid again.  Raises CalibrationError for a file that is none, OSError."""
+    from kvir.calibration.plot import draw
+
+    try:
+        found = read(Path(args.grid).read_bytes())
+    except ValueError as error:
+        raise CalibrationError(f"{args.grid}: not a grid that `kvir calibrate` wrote: {error}") from None
+    draw(found, Path(args.output) if args.output else Path(args.grid).with_suffix(".png"))
+
+
+def headline(found: object, command: str) -> list[str]:
+    """The comment on top of the plan."""
+    from kvir.calibration.result import Calibration
+
+    assert isinstance(found, Calibration)
+    best = found.best
+    lines = ["A window per KV head, calibrated by SeqCalib (HeadWiseKV, arXiv:2609.02029).", command]
+    kept = f"keeps {best.kept_share:.1%} of the rows of a {found.inputs.context_tokens}-token context"
+    if best.loss is not None and found.loss_full is not None:
+        kept += f"; held-out loss {best.loss:.3f}, full KV {found.loss_full:.3f}"
+    return [*lines, kept]
+
+
+def text_name(path: str, text: str) -> str:
+    return f"{Path(path).name}, sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def quiet() -> None:
+    """No bars and warnings of transformers between ours."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
