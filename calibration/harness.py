@@ -96,8 +96,9 @@ class Harness:
 
     @contextmanager
     def stock_attention(self) -> Iterator[None]:
-        """The model's usual attention, masks included, for the length of a `with` block."""
-        self.model.set_attn_implementation("sdpa")
+        """The model's own attention, masks included, for the length of a `with` block."""
+        # every model has it, and it alone applies whatever a family adds, such as caps on logits
+        self.model.set_attn_implementation("eager")
         try:
             yield
         finally:

@@ -3,8 +3,8 @@
 Windows are nested, so the keys fall into bands by their distance from the query, one band between two
 neighbouring windows.  Each band gives a partial softmax (its largest logit, the sum of exponentials, the sum
 of weighted values); merging the bands from near to far gives every window and, at last, the full history.
-All candidates together read each key about once.  Each band has its own largest logit, so a window whose logits
-are far below the sink's loses nothing.
+All candidates together read each key about once.  Each band has its own largest logit, so a window whose
+logits are far below the sink's loses nothing.
 """
 
 from __future__ import annotations

@@ -1,0 +1,130 @@
+"""`kvir calibrate` and `kvir plot` from the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvir.calibration import result
+from kvir.cli import main
+from kvir.lowering.model_facts import load_model
+from kvir.lowering.pipeline import lower
+from kvir.lowering.stages import DTYPE_BYTES
+from kvir.policy_ir import load
+from support.tiny import TEXT
+
+Folder = Callable[[str], Path]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def words(model: Path, text: Path, output: Path, *more: str) -> list[str]:
+    return [
+        *("calibrate", "seqcalib", "--model", str(model), "--text", str(text), "--context", "96"),
+        *("--candidates", "8,16,32", "--tau", ".8,.95", "--held-out-samples", "1", "-o", str(output), *more),
+    ]
+
+
+def test_the_same_input_gives_the_same_files(model_folder: Folder, text: Path, tmp_path: Path) -> None:
+    made = []
+    for _ in range(2):
+        assert main(words(model_folder("gemma3"), text, tmp_path / "plan.ir")) == 0
+        made.append([(tmp_path / f"plan.{ending}").read_bytes() for ending in ("ir", "json", "png")])
+    assert made[0] == made[1]
+    assert not list(tmp_path.glob("*unfinished*"))
+    assert made[0][2].startswith(b"\x89PNG")
+
+
+def test_the_plan_says_what_the_grid_says(model_folder: Folder, text: Path, tmp_path: Path) -> None:
+    output = tmp_path / "plan.ir"
+    assert main(words(model_folder("gemma3"), text, output, "--sinks", "2")) == 0
+    found = result.read((tmp_path / "plan.json").read_bytes())
+    model = load_model(model_folder("gemma3"))
+    plan = lower(load(output), model, dtype="float32")
+    assert found.layers == (1, 2), "the sliding layer is not configurable"
+    budgeted = plan.layout.budgeted
+    assert [r.recent_tokens for r in budgeted.prefill[0]] == [24, 24]
+    for layer, row in zip(found.layers, found.best.choices, strict=True):
+        for kept, k in zip(budgeted.decode[layer], row, strict=True):
+            code = found.codes[k]
+            assert kept.recent_tokens == code.recent_tokens
+            assert code.recent_tokens is None or kept.sink_tokens == code.sink_tokens == 2
+    provenance = load(output).provenance
+    assert provenance is not None
+    assert provenance.model == model.fingerprint
+    assert provenance.threshold == found.best.tau
+    assert provenance.context == 96
+    assert DTYPE_BYTES["float32"] == 4
+
+
+def test_a_plan_of_another_model_is_refused(
+    model_folder: Folder, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "plan.ir"
+    assert main(words(model_folder("llama"), text, output, "--held-out-samples", "0")) == 0
+    assert main(["check", str(output), "--model", str(model_folder("llama"))]) == 0
+    assert main(["check", str(output), "--model", str(model_folder("qwen3"))]) == 2
+    assert "KV206" in capsys.readouterr().err
+
+
+def test_sinks_as_a_dimension_become_rules(model_folder: Folder, text: Path, tmp_path: Path) -> None:
+    output = tmp_path / "plan.ir"
+    more = ("--sinks", "0,1,4", "--objective", "residual", "--budget", ".4", "--retrieval-weight", "2")
+    assert main(words(model_folder("llama"), text, output, *more)) == 0
+    found = result.read((tmp_path / "plan.json").read_bytes())
+    assert found.best.name == "residual"
+    assert found.best.kept_share <= 0.4
+    assert {"tau 0.8", "tau 0.95", "residual"} == {point.name for point in found.points}
+    budgeted = lower(load(output), load_model(model_folder("llama")), dtype="float32").layout.budgeted
+    for retentions, row in zip(budgeted.prefill, found.best.choices, strict=True):
+        for kept, k in zip(retentions, row, strict=True):
+            assert kept.recent_tokens == found.codes[k].recent_tokens
+            assert kept.recent_tokens is None or kept.sink_tokens == found.codes[k].sink_tokens
+
+
+def test_kvir_plot_draws_the_grid_again(model_folder: Folder, text: Path, tmp_path: Path) -> None:
+    assert main(words(model_folder("llama"), text, tmp_path / "plan.ir")) == 0
+    assert main(["plot", str(tmp_path / "plan.json"), "-o", str(tmp_path / "again.png")]) == 0
+    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "plan.png").read_bytes()
+    assert main(["plot", str(tmp_path / "plan.ir")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--budget", ".01"), "no threshold keeps at most 1.0%"),
+        (("--objective", "residual"), "give --budget"),
+        (("--samples", "900"), "give a longer text"),
+        (("--candidates", "4096"), "no candidate is shorter"),
+        (("--context", "4"), "--context takes one number"),
+    ],
+)
+def test_what_does_not_fit_is_explained(
+    more: tuple[str, ...],
+    message: str,
+    model_folder: Folder,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(words(model_folder("llama"), text, tmp_path / "plan.ir", *more)) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "plan.ir").exists()
+
+
+def test_help_needs_no_heavy_library() -> None:
+    code = (
+        "import sys\nfrom kvir.cli_parser import parser\nparser().format_help()\n"
+        "print(sorted({'torch', 'numpy', 'transformers', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
