@@ -65,21 +65,22 @@ class Cells:
     def covered_head_pages(self) -> int:
         return self.pool.resident - self.idle_head_pages
 
-    def is_reclaimable(self, page: int, c: int) -> bool:
+    def is_reclaimable(self, page: int, c: int, *, sinks: bool = False) -> bool:
+        """Sinks are not given up one by one (`sinks`: unless nothing else is left): a prefix without them is
+        worthless.
+        """
         return bool(
             self.alive[page, c]
             and self.cover[page, c] == 0
-            and not self.is_sink[page, c]
             and not self.still_read[page, c]
-            and not self.geometry.is_full(c)
+            and (sinks or not self.is_sink[page, c])
         )
 
-    def idle_window_cells(self) -> Iterator[Entry]:
-        """Every reclaimable cell: the last resort."""
+    def idle_cells(self) -> Iterator[Entry]:
+        """Every idle cell: the last resort."""
         for c in range(self.geometry.class_count):
-            if not self.geometry.is_full(c):
-                for page in np.nonzero(self.alive[:, c] & (self.cover[:, c] == 0))[0].tolist():
-                    yield page, c, int(self.epoch[page, c])
+            for page in np.nonzero(self.alive[:, c] & (self.cover[:, c] == 0))[0].tolist():
+                yield page, c, int(self.epoch[page, c])
 
     # ---- cells ---------------------------------------------------------------------------------------------
 

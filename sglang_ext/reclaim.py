@@ -60,14 +60,14 @@ class Reclaimer:
                 break
         self._drop(self._tails, wanted)
         if res.pool.free < wanted:
-            self._drop(deque(res.idle_window_cells()), wanted)
+            self._drop(deque(res.idle_cells()), wanted, sinks=True)
         return res.pool.free >= wanted
 
-    def _drop(self, queue: deque[Entry], wanted: int) -> None:
+    def _drop(self, queue: deque[Entry], wanted: int, *, sinks: bool = False) -> None:
         res = self._residency
         while queue and res.pool.free < wanted:
             page, c, epoch = queue.popleft()
-            if res.epoch[page, c] != epoch or not res.is_reclaimable(page, c):
+            if res.epoch[page, c] != epoch or not res.is_reclaimable(page, c, sinks=sinks):
                 res.counters["stale_entries"] += 1
                 continue
             res.drop_idle(np.array([page]), c)

@@ -30,9 +30,8 @@ class Residency(Cells):
         self.peak_covered = 0
         self.peak_pages_in_use = 0
         self._in_extend = False
-        self._slid_now: list[
-            tuple[list[Entry], bool]
-        ] = []  # queued at the next step: this one still reads them
+        # queued at the next step: this one still reads them
+        self._slid_now: list[tuple[list[Entry], bool]] = []
 
     # ---- one scheduling step -------------------------------------------------------------------------------
 
@@ -88,7 +87,9 @@ class Residency(Cells):
         if owned.any():
             self.counters["slid_tree"] += int(owned.sum())
             if self.geometry.is_full(c):
-                return  # a hole would make the rest of the prefix worthless: only the tree evicts these
+                # a hole makes what follows it worthless as a prefix: so from the end
+                self._enqueue(pages[owned][::-1], c, tail=False)
+                return
             tail = owned & state.landmarks.in_tail(index, int(self.geometry.prefill.window_pages[c]))
             self._enqueue(pages[owned & ~tail], c, tail=False)
             self._enqueue(pages[tail], c, tail=True)

@@ -33,6 +33,7 @@ PHASED = (
     "[{keep: [{sink: 4}, {recent: 90}]}, {layers: 0, keep: all}, "
     "{phase: decode, keep: [{sink: 4}, {recent: 20}]}, {layers: 2, phase: decode, keep: [{recent: 50}]}]"
 )
+NARROWING = "[{keep: all}, {phase: decode, keep: [{sink: 4}, {recent: 20}]}]"
 POLICIES = {
     "identity": IDENTITY,
     "uniform": UNIFORM,
@@ -40,6 +41,7 @@ POLICIES = {
     "mixed": MIXED,
     "sinkless": SINKLESS,
     "phased": PHASED,
+    "narrowing": "[{keep: all}, {phase: decode, keep: [{sink: 4}, {recent: 20}]}]",
 }
 
 
@@ -84,7 +86,7 @@ def test_random_traffic_reads_the_right_rows(name: str, chunk: int, overlap: boo
 def test_a_pool_that_is_too_small_retracts_and_reclaims(name: str, seed: int) -> None:
     plan = plan_of(POLICIES[name])
     simulation = Simulation(
-        plan, 512 if name in ("identity", "mixed", "phased") else 160, chunk_tokens=64, seed=seed
+        plan, 512 if name in ("identity", "mixed", "phased", "narrowing") else 160, chunk_tokens=64, seed=seed
     )
     simulation.overlap = bool(seed % 2)
     simulation.retract_share, simulation.cancel_share = 0.02, 0.01
@@ -145,7 +147,7 @@ def _forget_epochs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         Residency,
         "is_reclaimable",
-        lambda self, page, c: bool(self.alive[page, c] and not self.cover[page, c]),
+        lambda self, page, c, *, sinks=False: bool(self.alive[page, c] and not self.cover[page, c]),
     )
     enqueue = Residency._enqueue
 
