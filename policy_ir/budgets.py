@@ -60,12 +60,19 @@ class Ramp(BudgetBase, frozen=True, tag="ramp"):
 
     With b the rows left for selection, N the candidates and L layers: low = b // ratio, high = 2 b - low; if
     high > N, then high = N and low = 2 b - high; layer l gets high - l * ((high - low) // (L - 1)).
-    N < 2 b: every layer gets b.  `arithmetic: real` keeps the line real-valued and rounds each layer down.
+    A sequence shorter than 2 b: every layer gets b.  `arithmetic: real` keeps the line real-valued and rounds
+    each layer by itself.
+
+    In the authors' code the line counts the rows of this term alone.  With `line: kept` it counts the rows
+    of all terms: b is `mean`, short sequences get a line too, and a line that would end below the rows of the
+    other terms is flat.  kvpress: `{mean: .., arithmetic: real, rounding: nearest, line: kept}`.
     """
 
     mean: Tokens
     ratio: Tokens = 20
     arithmetic: Literal["integer", "real"] = "integer"
+    rounding: Rounding = "down"  # of each layer's figure on a real line
+    line: Literal["selected", "kept"] = "selected"  # the rows that the line counts
 
 
 class Preference(BudgetBase, frozen=True, tag="preference"):
@@ -106,7 +113,8 @@ class Blend(SafeguardBase, frozen=True, tag="blend"):
 class Protect(SafeguardBase, frozen=True, tag="protect"):
     """The top int(share * b) rows of each unit are safe; the rest compete over the scope.
 
-    kvpress' AdaKV; not the same sets as `blend`.
+    With `counts: kept`, b and the safe rows count those of the other terms, which come first.  kvpress'
+    AdaKV; not the same sets as `blend`.
     """
 
     share: Share

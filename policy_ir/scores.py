@@ -236,7 +236,8 @@ class CriticalKV(ScoreBase, frozen=True, tag="criticalkv"):
     """A base score for the first part of the budget, the output for the rest (arXiv:2502.03805).
 
     The top int(fixed * budget) rows by `base` come first; the others rank by
-    (base + epsilon) * mean over the group of |v_j W_O| in `norm`.
+    (base + epsilon) * mean over the group of |v_j W_O| in `norm`.  With `counts: kept`, the budget counts the
+    rows of the other terms, and they come first of all.
     """
 
     base: Score

@@ -1,0 +1,20 @@
+"""Reference of `Compact`: one row after the other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def compact(k: Tensor, v: Tensor, rows: Tensor, kv: Tensor, pages: Tensor) -> int:
+    """Copy `rows` of k, v [n, D] into head-pages of kv [N, 2, P, D]; returns their number.  See `Compact`."""
+    size = kv.shape[2]
+    if rows.numel() > pages.numel() * size:
+        raise ValueError(f"{rows.numel()} rows do not fit in {pages.numel()} head-pages of {size}")
+    if rows.numel() and ((rows.diff() <= 0).any() or rows[0] < 0 or rows[-1] >= k.shape[0]):
+        raise ValueError(f"rows must ascend and lie in 0..{k.shape[0] - 1}")
+    place = torch.arange(rows.numel())
+    page, offset = pages[place // size].long(), place % size
+    kv[page, 0, offset] = k[rows].to(kv.dtype)
+    kv[page, 1, offset] = v[rows].to(kv.dtype)
+    return rows.numel()
