@@ -71,8 +71,11 @@ def group_take(term: TopK, lengths: Lengths, budgets: Sequence[int], group: int)
 
     A floor raises the total, a cap lowers it, and there are no more rows than candidates.
     """
-    total = isinstance(term.budget, Total)
-    rows = max(0, term.budget.tokens - group * lengths.inside if total else sum(budgets))
+    match term.budget:
+        case Total(tokens=tokens):
+            rows = max(0, tokens - group * lengths.inside)
+        case _:
+            rows = max(0, sum(budgets))
     if group == 1:
         return Take(rows=min(rows, lengths.candidates))
     rows = max(rows, group * term.floor)
