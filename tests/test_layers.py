@@ -15,7 +15,10 @@ LAYERS = ("policy_ir", "kernels", "lowering", "sglang_ext")  # each may import t
 HEAVY = {"torch", "numpy", "transformers", "sglang", "triton"}
 LIGHT_LAYERS = ("policy_ir", "lowering")
 MAX_LINES = 300
-TOOLS = {"calibration": ("policy_ir", "kernels", "lowering")}  # linked into kvir too; no layer imports them
+TOOLS = {  # linked into kvir too; no layer imports them
+    "calibration": ("policy_ir", "kernels", "lowering"),
+    "evals": ("policy_ir", "kernels", "lowering", "calibration"),
+}
 OUTSIDE = (
     "evaluation",
     "bench",

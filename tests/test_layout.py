@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("policy_ir", "lowering", "kernels", "sglang_ext", "calibration")
+FOLDERS = ("policy_ir", "lowering", "kernels", "sglang_ext", "calibration", "evals")
 
 
 @pytest.mark.parametrize("name", FOLDERS)
