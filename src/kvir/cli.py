@@ -200,6 +200,18 @@ def plot(args: argparse.Namespace) -> int:
     return _calibration(command.plot, args)
 
 
+def evaluate(args: argparse.Namespace) -> int:
+    """Score a server or a plan on long-context tasks."""
+    from kvir.evals import command
+    from kvir.evals.answers import EvalError
+
+    try:
+        command.evaluate(args)
+    except EvalError as error:
+        raise Usage(str(error)) from None
+    return 0
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "check": check,
     "lower": lower,
@@ -210,6 +222,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "schema": schema,
     "calibrate": calibrate,
     "plot": plot,
+    "eval": evaluate,
 }
 
 

@@ -6,6 +6,7 @@ import argparse
 
 from kvir import __version__
 from kvir.calibration import options as calibration_options
+from kvir.evals import options as eval_options
 
 DTYPES = ("float32", "bfloat16", "float16")
 PASSES = ("verify", "resolve", "budget", "layout", "kernels", "buckets", "plan")  # as in lowering.pipeline
@@ -58,4 +59,5 @@ def parser() -> argparse.ArgumentParser:
 
     calibration_options.add_calibrate(commands)
     calibration_options.add_plot(commands)
+    eval_options.add_eval(commands)
     return top
