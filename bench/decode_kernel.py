@@ -204,8 +204,9 @@ def main() -> int:
         ratio = (size / decode_s) / (STREAM_BYTES / stream_s)
         ratios.append(ratio)
         print(
-            f"decode  {case}: {size / 1e6:.0f} MB in {decode_s * 1e3:.2f} ms, {size / decode_s / 1e9:.1f} GB/s, "
-            f"stream {STREAM_BYTES / stream_s / 1e9:.1f} GB/s, ratio {ratio:.2f}",
+            f"decode  {case}: {size / 1e6:.0f} MB in {decode_s * 1e3:.2f} ms, "
+            f"{size / decode_s / 1e9:.1f} GB/s, stream {STREAM_BYTES / stream_s / 1e9:.1f} GB/s, "
+            f"ratio {ratio:.2f}",
             flush=True,
         )
         del step

@@ -1,57 +1,200 @@
 """What each kernel implementation can do, as data: no torch, no kernel is imported.  Lowering chooses from
 this table.
 
-A capability check answers a reason or None, and never tries anything out.
+A capability check answers a reason or None, and never tries anything out.  Rows that are not `built` are
+known well enough to plan with: `kvir show` and `kvir lower` use them, and a server refuses a plan that needs
+them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-OPS = ("append", "attend_decode", "attend_extend")
+ATTEND_OPS = ("append", "attend_decode", "attend_extend")
+SELECT_OPS = ("score", "select", "compact")  # only where a plan selects rows by score
+
+EVERYTHING = "*"  # a feature list that has them all
+
+# Needs of `attend_*` beside those of the model (`lowering.families`).
+COMPACT_ROWS = "compact_rows"  # reads what a selection left, beside the residency table
+CACHE_POSITIONS = "cache_positions"  # rotates keys to their place in the cache
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one op must do, in layers that are alike."""
+
+    device: str  # cpu or cuda
+    dtype: str  # of q, k, v and the pool
+    head_dim: int
+    group_heads: int  # query heads per KV head
+    lengths: int  # how many different numbers of rows the heads of one layer hold
+    windows: int  # how many different windows they have
+    multiprocessors: int = 0  # of a cuda device
+    needs: tuple[str, ...] = ()
+
+
+Rule = Callable[[Job], str | None]
 
 
 @dataclass(frozen=True)
 class Implementation:
     """One implementation of one op.
 
-    devices: device types it runs on.  dtypes: of q, k, v and the pool.  features: attention features beyond a
-    causal softmax with sinks and a window.  head_dims: multiples up to a
-    largest, None for any.
+    devices: device types it runs on.  features: what it has of a job's needs; planned: what it will have.
+    head_dims: a multiple and a largest, None for any.  rules: further reasons against it.
     """
 
     name: str
     devices: tuple[str, ...]
     dtypes: tuple[str, ...]
     features: tuple[str, ...] = ()
+    planned: tuple[str, ...] = ()
     head_dim_multiple: int = 1
     max_head_dim: int | None = None
+    rules: tuple[Rule, ...] = ()
+    built: bool = True
 
-    def refusal(self, device: str, dtype: str, head_dim: int, needs: tuple[str, ...]) -> str | None:
-        """Why this implementation cannot run, or None if it can."""
-        if device not in self.devices:
-            return f"runs on {' and '.join(self.devices)} only, not on {device}"
-        if dtype not in self.dtypes:
-            return f"has no {dtype} (has {', '.join(self.dtypes)})"
-        if head_dim % self.head_dim_multiple:
-            return f"needs a head size that is a multiple of {self.head_dim_multiple}, not {head_dim}"
-        if self.max_head_dim is not None and head_dim > self.max_head_dim:
-            return f"takes head sizes up to {self.max_head_dim}, not {head_dim}"
-        missing = [n for n in needs if n not in self.features]
+    def refusal(self, job: Job) -> str | None:
+        """Why this implementation cannot do a job, or None if it can."""
+        if job.dtype not in self.dtypes:
+            return f"has no {job.dtype} (has {', '.join(self.dtypes)})"
+        if job.head_dim % self.head_dim_multiple:
+            return f"needs a head size that is a multiple of {self.head_dim_multiple}, not {job.head_dim}"
+        if self.max_head_dim is not None and job.head_dim > self.max_head_dim:
+            return f"takes head sizes up to {self.max_head_dim}, not {job.head_dim}"
+        missing = [n for n in job.needs if not self._has(n) and n not in self.planned]
         if missing:
             return f"lacks {', '.join(missing)}"
-        return None
+        return next((reason for rule in self.rules if (reason := rule(job)) is not None), None)
 
+    def is_built_for(self, job: Job) -> bool:
+        """Whether this version of kvir has the implementation, with everything that the job needs."""
+        return self.built and all(self._has(need) for need in job.needs)
+
+    def _has(self, need: str) -> bool:
+        return need in self.features or EVERYTHING in self.features
+
+
+# ---- reasons -----------------------------------------------------------------------------------------------
+
+# FlashInfer 0.7 plans on the host: one plan per layer with lengths of its own, at about 0.1 ms each
+CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)
+TENSOR_CORES_FROM = 6  # query heads per KV head from which CUDA cores limit decode, not memory
+PLAN_BLOCKS = 2  # on each multiprocessor: with more rows than that, its planner splits no sequence
+
+
+def _even_lengths(job: Job) -> str | None:
+    if job.lengths == 1:
+        return None
+    return (
+        f"splits no sequence once a batch has {PLAN_BLOCKS * job.multiprocessors} rows, so of {job.lengths} "
+        "lengths in a layer the longest runs on alone"
+    )
+
+
+def _one_window(job: Job) -> str | None:
+    return None if job.windows == 1 else f"takes one window per launch, not {job.windows}"
+
+
+def _known_group(job: Job) -> str | None:
+    if job.group_heads in CUDA_CORE_GROUPS:
+        return None
+    return f"has no kernel for {job.group_heads} query heads per KV head"
+
+
+def _small_group(job: Job) -> str | None:
+    if job.group_heads < TENSOR_CORES_FROM:
+        return None
+    return f"computes on CUDA cores, too slow for {job.group_heads} query heads per KV head"
+
+
+def _large_group(job: Job) -> str | None:
+    if job.group_heads >= TENSOR_CORES_FROM:
+        return None
+    return f"pays from {TENSOR_CORES_FROM} query heads per KV head on, not for {job.group_heads}"
+
+
+def _no_weights(job: Job) -> str | None:
+    return "returns outputs and their log-sum-exp, not the weight of each row"
+
+
+# ---- the table ---------------------------------------------------------------------------------------------
 
 _ALL_DTYPES = ("float32", "bfloat16", "float16")
+_HALF = ("bfloat16", "float16")
+
 _CPU = Implementation("cpu", ("cpu",), _ALL_DTYPES)
-_CPU_ATTEND = Implementation("cpu", ("cpu",), _ALL_DTYPES, features=("logit_cap",))
+_CPU_ATTEND = Implementation("cpu", ("cpu",), _ALL_DTYPES, features=("logit_cap",), planned=(COMPACT_ROWS,))
 _REF = Implementation("ref", ("cpu",), _ALL_DTYPES)
-_REF_ATTEND = Implementation("ref", ("cpu",), _ALL_DTYPES, features=("logit_cap",))
+_REF_ATTEND = Implementation(
+    "ref", ("cpu",), _ALL_DTYPES, features=("logit_cap",), planned=(COMPACT_ROWS, CACHE_POSITIONS)
+)
+# plain torch runs anywhere
+_REF_SELECT = Implementation("ref", ("cpu", "cuda"), _ALL_DTYPES, features=(EVERYTHING,), built=False)
+
+_TRITON = Implementation("triton", ("cuda",), _ALL_DTYPES, max_head_dim=256, built=False)
+_TRITON_ATTEND = Implementation(
+    "triton",
+    ("cuda",),
+    _ALL_DTYPES,
+    features=("logit_cap", "learned_sinks", COMPACT_ROWS, CACHE_POSITIONS),
+    head_dim_multiple=16,
+    max_head_dim=256,
+    built=False,
+)
+_TRITON_SCORE = Implementation(
+    "triton",
+    ("cuda",),
+    _ALL_DTYPES,
+    features=("attention", "last_query", "key_norm", "key_diff", "laprox", "rkv", "redundancy"),
+    head_dim_multiple=16,
+    max_head_dim=256,
+    built=False,
+)
+
+
+def _flashinfer(name: str, *rules: Rule, features: tuple[str, ...] = ("logit_cap",)) -> Implementation:
+    return Implementation(
+        name,
+        ("cuda",),
+        _HALF,
+        features=features,
+        head_dim_multiple=64,
+        max_head_dim=256,
+        rules=rules,
+        built=False,
+    )
+
+
+_FLASHINFER_READS = ("logit_cap", COMPACT_ROWS)  # compact pages are entries of its page lists
 
 # Per op, best first.
 CATALOG: dict[str, tuple[Implementation, ...]] = {
-    "append": (_CPU, _REF),
-    "attend_decode": (_CPU_ATTEND, _REF_ATTEND),
-    "attend_extend": (_CPU_ATTEND, _REF_ATTEND),
+    "append": (_CPU, _REF, _TRITON),
+    "attend_decode": (
+        _CPU_ATTEND,
+        _REF_ATTEND,
+        _flashinfer("flashinfer", _known_group, _small_group, _even_lengths, features=_FLASHINFER_READS),
+        _flashinfer("flashinfer_tensor_cores", _large_group, _even_lengths, features=_FLASHINFER_READS),
+        _TRITON_ATTEND,
+    ),
+    "attend_extend": (
+        _CPU_ATTEND,
+        _REF_ATTEND,
+        _flashinfer("flashinfer", _one_window, _even_lengths, features=_FLASHINFER_READS),
+        _TRITON_ATTEND,
+    ),
+    "score": (_flashinfer("flashinfer", _no_weights, features=(EVERYTHING,)), _TRITON_SCORE, _REF_SELECT),
+    "select": (_REF_SELECT,),
+    "compact": (
+        Implementation("triton", ("cuda",), _ALL_DTYPES, max_head_dim=256, built=False),
+        _REF_SELECT,
+    ),
 }
+
+
+def candidates(op: str, device: str) -> tuple[Implementation, ...]:
+    """The implementations of an op for one type of device, best first."""
+    return tuple(x for x in CATALOG[op] if device in x.devices)

@@ -29,7 +29,7 @@ FLAGS = (
     "-Wall",
 )
 # The headers of the compiler's own intrinsics trip these warnings.
-FLAGS += ("-Wno-uninitialized", "-Wno-maybe-uninitialized")
+FLAGS += ("-Wno-unknown-warning-option", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
 # Products and sums are fused where the code says so.  The plainest kernels leave it to the compiler.
 UNFUSED = ("-ffp-contract=off",)
 # The plainest comes first: where the linker merges copies of an inline function, it keeps the first.

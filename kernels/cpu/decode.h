@@ -81,7 +81,8 @@ template <class T, int D> struct Decode {
         int64_t rows = 0;
         if (v0 < sink) rows = unit.find(v0, v1 < sink ? v1 : sink, (const char**)keys, nullptr, missing);
         if (v1 > sink)
-            rows += unit.find((v0 > sink ? v0 : sink) + shift, v1 + shift, (const char**)(keys + rows), nullptr, missing);
+            rows += unit.find((v0 > sink ? v0 : sink) + shift, v1 + shift, (const char**)(keys + rows), nullptr,
+                              missing);
         return rows;
     }
 
@@ -148,7 +149,8 @@ template <class T, int D> struct Decode {
         int g = 0;
         if (group >= 4) {
             add_values<T, D, 4, true>(o, d, s, k, k + ahead, to_value, rows);
-            for (g = 4; g + 4 <= group; g += 4) add_values<T, D, 4, false>(o + g * d, d, s + g * TILE, k, k, to_value, rows);
+            for (g = 4; g + 4 <= group; g += 4)
+                add_values<T, D, 4, false>(o + g * d, d, s + g * TILE, k, k, to_value, rows);
             if (group - g == 3) add_values<T, D, 3, false>(o + g * d, d, s + g * TILE, k, k, to_value, rows);
             if (group - g == 2) add_values<T, D, 2, false>(o + g * d, d, s + g * TILE, k, k, to_value, rows);
             if (group - g == 1) add_values<T, D, 1, false>(o + g * d, d, s + g * TILE, k, k, to_value, rows);

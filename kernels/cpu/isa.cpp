@@ -22,11 +22,13 @@ namespace {
 #include "rows.h"
 #include "group.h"
 #include "decode.h"
+#include "tile.h"
 #include "extend.h"
 #include "stream.h"
 
 bool runs_here() {
 #if defined(__x86_64__)
+    __builtin_cpu_init();
 #if defined(__AVX512BF16__)
     if (!__builtin_cpu_supports("avx512bf16")) return false;
 #endif

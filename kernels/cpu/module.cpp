@@ -222,7 +222,8 @@ PyMethodDef METHODS[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_ops", "Compiled kernels.", -1, METHODS, nullptr, nullptr, nullptr, nullptr};
+PyModuleDef MODULE = {
+    PyModuleDef_HEAD_INIT, "_ops", "Compiled kernels.", -1, METHODS, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 }  // namespace kvir

@@ -61,7 +61,8 @@ private:
     int wanted_ = 0, running_ = 0;
 };
 
-// Threads do not survive a fork, so a child makes its own pool.  A pool is never destroyed: its threads may outlive main.
+// Threads do not survive a fork, so a child makes its own pool.  A pool is never destroyed: its threads may outlive
+// main.
 Pool& pool() {
     static std::mutex mutex;
     static Pool* instance = nullptr;
@@ -94,7 +95,7 @@ void parallel(int threads, void (*fn)(void*), void* context) {
 }
 
 void* scratch(int slot, int64_t bytes) {
-    static thread_local Buffer buffers[2];
+    static thread_local Buffer buffers[3];
     Buffer& buffer = buffers[slot];
     if (buffer.bytes < bytes) {
         std::free(buffer.data);

@@ -36,8 +36,8 @@ template <class F> void parallel_items(int threads, int64_t count, F& item) {
     parallel(threads, [](void* context) { static_cast<Shared*>(context)->work(); }, &shared);
 }
 
-// `bytes` of memory aligned to 64 bytes, valid until this thread asks for the same slot again.  Slot 0 is for the
-// thread that calls an op, slot 1 for the threads that work on it.
+// `bytes` of memory aligned to 64 bytes, valid until this thread asks for the same slot again.  Slots 0 and 2 are for
+// the thread that calls an op, slot 1 for the threads that work on it.
 void* scratch(int slot, int64_t bytes);
 
 // order[0 .. count) = the indices of cost, dearest first, equals in order.

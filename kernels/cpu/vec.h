@@ -248,7 +248,7 @@ template <bool PRECISE> static inline V exp2_(V x) {
     return scale_by_exp2(p, n, x);
 }
 
-// tanh, to a few units in the last place: the rational approximation of Eigen's ptanh (odd degree 13 over even degree 6).
+// tanh, to a few units in the last place: the rational approximation that Eigen uses (odd degree 13 over even 6).
 static inline V tanh_(V x) {
     x = vmax(set1(-7.90531110763549805f), vmin(set1(7.90531110763549805f), x));
     V y = mul(x, x);

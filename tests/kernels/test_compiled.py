@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -68,6 +69,9 @@ EXTEND = [
     # windows shorter than the chunk, longer, and of the prefix only; several blocks of lanes
     *(Shape(((300, 300),), ((0, w), (4, w), (20, w)), 3) for w in (1, 8, 16, 17, 64, 299, 500)),
     Shape(((700, 150), (0, 3), (90, 200), (5, 1)), ((20, 300), (0, FULL), (4, 513)), 1),
+    # short chunks after long prefixes, whose keys are cut into segments
+    *(Shape(((2300, n),), ((0, FULL), (4, 17), (0, 1500)), g) for g, n in ((1, 1), (3, 20), (3, 70), (4, 96))),
+    Shape(((2300, 20), (1100, 3)), ((0, FULL), (1200, 1200)), 4, 128, dtype=BF16),
     # the rest
     *(Shape(((100, 90), (0, 31)), MIXED, g, d, logit_cap=30.0) for g, d in ((3, 64), (4, 72))),
     *(Shape(((100, 90), (0, 31)), MIXED, g, d, strided=True) for g, d in ((3, 64), (1, 128))),
@@ -79,8 +83,7 @@ EXTEND = [
 
 @pytest.mark.parametrize("shape", DECODE, ids=str)
 def test_decode_equals_the_reference(shape: Shape, isa: str) -> None:
-    problem = make(shape, chunk_in_cache=True)
-    wanted, _ = decode(REF, problem)
+    problem, wanted = decode_problem(shape)
     got, holes = decode(cpu.KERNELS, problem)
     assert holes == 0
     assert close(got, wanted)
@@ -88,11 +91,23 @@ def test_decode_equals_the_reference(shape: Shape, isa: str) -> None:
 
 @pytest.mark.parametrize("shape", EXTEND, ids=str)
 def test_extend_equals_the_reference(shape: Shape, isa: str) -> None:
-    problem = make(shape, chunk_in_cache=False)
-    wanted, _ = extend(REF, problem)
+    problem, wanted = extend_problem(shape)
     got, holes = extend(cpu.KERNELS, problem)
     assert holes == 0
     assert close(got, wanted)
+
+
+@cache
+def decode_problem(shape: Shape) -> tuple[Problem, torch.Tensor]:
+    """A problem and the reference's answer, made once for all instruction sets."""
+    problem = make(shape, chunk_in_cache=True)
+    return problem, decode(REF, problem)[0]
+
+
+@cache
+def extend_problem(shape: Shape) -> tuple[Problem, torch.Tensor]:
+    problem = make(shape, chunk_in_cache=False)
+    return problem, extend(REF, problem)[0]
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -215,7 +230,7 @@ def test_results_depend_on_neither_threads_nor_pool_nor_batch(dtype: torch.dtype
     requests = (700, 3, 255, 1290)
     windows = ((20, 300), (0, FULL), (4, 513))
     together = make(Shape(ones(*requests), windows, 3, dtype=dtype), chunk_in_cache=True)
-    chunks = make(Shape(((100, 150), (0, 3), (500, 200)), windows, 3, dtype=dtype), chunk_in_cache=False)
+    chunks = make(Shape(((100, 150), (2300, 3), (500, 200)), windows, 3, dtype=dtype), chunk_in_cache=False)
     threads = torch.get_num_threads()
     decoded, extended = [], []
     try:
@@ -236,12 +251,14 @@ def test_results_depend_on_neither_threads_nor_pool_nor_batch(dtype: torch.dtype
             together.bounds, together.unit0, together.kv_heads, together.scale, 0.0, alone,
         )  # fmt: skip
         assert torch.equal(alone[0], decoded[0][b])
-    alone = torch.empty_like(chunks.q[153:])
-    cpu.KERNELS.attend_extend(
-        chunks.q[153:], chunks.k_new[153:], chunks.v_new[153:], chunks.cache, chunks.pages[2:],
-        chunks.prefix_lens[2:], chunks.extend_lens[2:], chunks.bounds, chunks.unit0, chunks.scale, 0.0, alone,
-    )  # fmt: skip
-    assert torch.equal(alone, extended[0][153:])
+    for b, tokens in enumerate((slice(0, 150), slice(150, 153), slice(153, 353))):
+        alone = torch.empty_like(chunks.q[tokens])
+        one = slice(b, b + 1)
+        cpu.KERNELS.attend_extend(
+            chunks.q[tokens], chunks.k_new[tokens], chunks.v_new[tokens], chunks.cache, chunks.pages[one],
+            chunks.prefix_lens[one], chunks.extend_lens[one], chunks.bounds, chunks.unit0, chunks.scale, 0.0, alone,
+        )  # fmt: skip
+        assert torch.equal(alone, extended[0][tokens])
 
 
 def test_torch_lends_its_threads() -> None:
