@@ -50,9 +50,10 @@ def select_top_k(
         ]
     kept: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * len(units)
     for offer, blocks in zip(offers, won, strict=True):
-        rows = [torch.arange(int(offer.first[b]), int(offer.first[b] + offer.sizes[b])) for b in blocks]
+        sizes = offer.sizes[blocks]
+        inside = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
         for unit in offer.members:
-            kept[unit] = torch.cat(rows) if rows else kept[unit]
+            kept[unit] = offer.first[blocks].repeat_interleave(sizes) + inside
     return kept
 
 
