@@ -165,14 +165,18 @@ static inline float max_lane(V a) {
 
 typedef float V __attribute__((vector_size(16)));
 typedef int32_t VI __attribute__((vector_size(16)));
+typedef uint16_t VH __attribute__((vector_size(8)));
 constexpr int W = 4;
 
 static inline V zero() { return V{0, 0, 0, 0}; }
 static inline V set1(float x) { return V{x, x, x, x}; }
 static inline V load(const float* p) { V x; __builtin_memcpy(&x, p, 16); return x; }
-template <class T> static inline V load(const T* p) {
-    return V{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])};
+static inline V load(const bf16* p) {
+    VH x;
+    __builtin_memcpy(&x, p, 8);
+    return (V)(__builtin_convertvector(x, VI) << 16);
 }
+static inline V load(const f16* p) { return V{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])}; }
 static inline void store(float* p, V x) { __builtin_memcpy(p, &x, 16); }
 static inline V add(V a, V b) { return a + b; }
 static inline V sub(V a, V b) { return a - b; }
