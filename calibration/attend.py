@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -32,6 +33,22 @@ def attend(call: AttentionCall, kept: Sequence[Candidate]) -> Tensor:
         )
         out[:, rows] = _attend_equal(some, candidate).transpose(0, 1).to(out.dtype)
     return out
+
+
+def attend_phases(
+    call: AttentionCall, prefill: Sequence[Candidate], decode: Sequence[Candidate], prompt_tokens: int
+) -> Tensor:
+    """As `attend`; queries at positions below `prompt_tokens` obey the prefill phase, later ones decode."""
+    before = call.key.shape[1] - call.query.shape[1]
+    split = min(max(prompt_tokens - before, 0), call.query.shape[1])
+    if split == 0 or prefill == decode:
+        return attend(call, decode)
+    end = before + split
+    early = replace(call, query=call.query[:, :split], key=call.key[:, :end], value=call.value[:, :end])
+    if split == call.query.shape[1]:
+        return attend(early, prefill)
+    late = replace(call, query=call.query[:, split:])
+    return torch.cat([attend(early, prefill), attend(late, decode)])
 
 
 def _attend_equal(call: AttentionCall, kept: Candidate) -> Tensor:

@@ -56,6 +56,7 @@ def calibrate(args: argparse.Namespace) -> None:
         taus=args.tau,
         budget=args.budget,
         objective=args.objective,
+        phase=args.phase,
         held_out_samples=args.held_out_samples,
         seed=args.seed,
         dtype=args.dtype,

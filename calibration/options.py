@@ -88,6 +88,13 @@ def add_calibrate(commands: Any) -> None:
         "heads by error over the norm of the residual stream",
     )
 
+    choice.add_argument(
+        "--phase",
+        choices=("both", "decode"),
+        default="both",
+        help="decode: a prompt is read with full histories, and rows are dropped after it",
+    )
+
     check = p.add_argument_group("validation")
     check.add_argument(
         "--held-out", metavar="FILE", help="other text for the loss; default: what follows in FILE"
@@ -117,12 +124,23 @@ def add_plot(commands: Any) -> None:
 
 _REPORTED = (
     *("model", "text", "context", "samples", "retrieval", "retrieval_weight", "query_stride", "query_share"),
-    *("seed", "candidates", "sinks", "tau", "budget", "objective", "held_out", "held_out_samples", "name"),
-    *("dtype", "output"),
+    *(
+        "seed",
+        "candidates",
+        "sinks",
+        "tau",
+        "budget",
+        "objective",
+        "phase",
+        "held_out",
+        "held_out_samples",
+        "name",
+    ),
+    *("dtype", "grid", "picture", "output"),
 )
 _DEFAULTS: dict[str, object] = {
     **{"retrieval": 0, "retrieval_weight": 1.0, "query_stride": 8, "query_share": 0.25, "seed": 0},
-    **{"held_out_samples": 2, "dtype": "float32", "objective": "cosine"},
+    **{"held_out_samples": 2, "dtype": "float32", "objective": "cosine", "phase": "both"},
 }
 
 
@@ -141,7 +159,12 @@ def command_text(args: argparse.Namespace) -> str:
         )
         if text is None:
             text = f"{value:g}" if isinstance(value, float) else str(value)
-        words += [flag, _path(text) if name in ("model", "text", "held_out", "output") else shlex.quote(text)]
+        words += [
+            flag,
+            _path(text)
+            if name in ("model", "text", "held_out", "grid", "picture", "output")
+            else shlex.quote(text),
+        ]
     return " ".join(words)
 
 

@@ -34,6 +34,8 @@ def policy_text(facts: ModelFacts, calibration: Calibration, name: str, header: 
         builder.model(arch=facts.arch, layers=facts.layer_count)
         for layer, row in zip(facts.layers, table, strict=True):
             _rules(builder, layer.layer_id, row)
+    if calibration.inputs.phase == "decode":
+        builder.rule("all", phase="prefill")
     inputs, best = calibration.inputs, calibration.best
     builder.provenance(
         TOOL,

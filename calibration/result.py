@@ -13,6 +13,7 @@ from kvir.calibration.seqcalib import Choices, Scores
 from kvir.lowering.plan_file import write_atomically
 
 FORMAT = 1
+Phase = Literal["both", "decode"]
 Objective = Literal["cosine", "residual"]
 
 
@@ -30,6 +31,7 @@ class Inputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     query_positions: int  # of a text sample
     taus: tuple[float, ...]
     objective: Objective
+    phase: Phase
     budget: float | None
     held_out: str
     held_out_samples: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -11,13 +11,14 @@ import msgspec
 from torch import Tensor
 
 from kvir import __version__
-from kvir.calibration.attend import attend
-from kvir.calibration.candidates import Codebook, codebook
+from kvir.calibration.attend import attend_phases
+from kvir.calibration.candidates import FULL, Codebook, codebook
 from kvir.calibration.harness import CalibrationError, Harness, keep_everything
+from kvir.calibration.interface import AttentionCall
 from kvir.calibration.memo import Memo
 from kvir.calibration.replay import replay
 from kvir.calibration.residual import allocate, error_curves
-from kvir.calibration.result import FORMAT, Calibration, Inputs, Objective, Point, kept_share
+from kvir.calibration.result import FORMAT, Calibration, Inputs, Objective, Phase, Point, kept_share
 from kvir.calibration.samples import Sample, pieces, query_positions, retrieval_samples, token_ids
 from kvir.calibration.seqcalib import Choices, Matrix, Scores, at_least, matrix, select
 
@@ -45,6 +46,7 @@ class Request:
     taus: tuple[float, ...]
     budget: float | None
     objective: Objective
+    phase: Phase
     held_out_samples: int
     seed: int
     dtype: str
@@ -68,7 +70,11 @@ def gather(harness: Harness, request: Request, text: str, held_out: str | None) 
     rest = ids[request.samples * context :]
     hidden = retrieval_samples(harness, rest, context, request.retrieval_samples, seed=request.seed)
     rest = rest[request.retrieval_samples * context :] if held_out is None else token_ids(harness, held_out)
-    return Data((*plain, *hidden), tuple(pieces(harness, rest, context, request.held_out_samples)))
+    samples = [
+        replace(sample, prompt_tokens=sample.positions[0] if request.phase == "decode" else 0)
+        for sample in (*plain, *hidden)
+    ]
+    return Data(tuple(samples), tuple(pieces(harness, rest, context, request.held_out_samples)))
 
 
 def calibrate(
@@ -112,7 +118,9 @@ def calibrate(
     chosen = _chosen(
         [(found.minimum_head_score, kept_share(found.choices, costs)) for _, _, found in named], request
     )
-    losses = _losses(harness, data.held_out, codes, [found.choices for _, _, found in named], memo, bar)
+    losses = _losses(
+        harness, data.held_out, codes, [found.choices for _, _, found in named], request.phase, memo, bar
+    )
     points = tuple(
         Point(
             name=name,
@@ -163,6 +171,7 @@ def _losses(
     held_out: Sequence[tuple[int, ...]],
     codes: Codebook,
     choices: Sequence[Choices],
+    phase: Phase,
     memo: Memo,
     bar: Bar,
 ) -> list[float | None]:
@@ -175,7 +184,8 @@ def _losses(
         if policy is None:
             hidden = harness.hidden(ids, keep_everything)
         else:
-            hidden = deployed(harness, ids, codes, policy)
+            prompt_tokens = len(ids) // 2 if phase == "decode" else 0
+            hidden = deployed(harness, ids, codes, policy, prompt_tokens)
         return harness.loss(hidden, ids, len(ids) // 2)
 
     means: list[float | None] = []
@@ -188,13 +198,20 @@ def _losses(
     return means
 
 
-def deployed(harness: Harness, ids: Sequence[int], codes: Codebook, choices: Choices) -> Tensor:
-    """The last hidden state [T, hidden] under a policy."""
+def deployed(
+    harness: Harness, ids: Sequence[int], codes: Codebook, choices: Choices, prompt_tokens: int
+) -> Tensor:
+    """The last hidden state [T, hidden] under a policy; queries before `prompt_tokens` see everything."""
     kept = {
         layer.layer_id: [codes[k] for k in row]
         for layer, row in zip(harness.configurable, choices, strict=True)
     }
-    return harness.hidden(ids, lambda call: attend(call, kept[call.layer_id]))
+
+    def attention(call: AttentionCall) -> Tensor:
+        now = kept[call.layer_id]
+        return attend_phases(call, [FULL] * len(now), now, prompt_tokens)
+
+    return harness.hidden(ids, attention)
 
 
 def _inputs(harness: Harness, request: Request, text: Text, held_out: Text | None, positions: int) -> Inputs:
@@ -210,6 +227,7 @@ def _inputs(harness: Harness, request: Request, text: Text, held_out: Text | Non
         query_positions=positions,
         taus=request.taus,
         objective=request.objective,
+        phase=request.phase,
         budget=request.budget,
         held_out=held_out[0] if held_out else "what follows in the same text",
         held_out_samples=request.held_out_samples,

@@ -14,11 +14,16 @@ Kind = Literal["text", "retrieval"]
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence and the query positions at which outputs are compared, ascending."""
+    """One sequence and the query positions at which outputs are compared, ascending.
+
+    Queries before `prompt_tokens` see everything: 0 where a policy holds in both phases, the first position
+    compared where it holds in decode alone.
+    """
 
     ids: tuple[int, ...]
     positions: tuple[int, ...]
     kind: Kind = "text"
+    prompt_tokens: int = 0
 
 
 def token_ids(harness: Harness, text: str) -> list[int]:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvir.calibration.attend import attend
-from kvir.calibration.candidates import Codebook
+from kvir.calibration.attend import attend_phases
+from kvir.calibration.candidates import FULL, Codebook
 from kvir.calibration.harness import CalibrationError, Harness
 from kvir.calibration.interface import AttentionCall
 from kvir.calibration.lockstep import Suspended
@@ -126,7 +126,11 @@ def _go_on(
                 choices.append(decide(index, found))
             kept = [codes[k] for k in choices[index]]
             if index + 1 < len(harness.configurable):  # what follows the last choice decides nothing
-                answers = [attend(call, kept) for call in calls]
+                full = [FULL] * layer.kv_heads
+                answers = [
+                    attend_phases(call, full, kept, sample.prompt_tokens)
+                    for call, sample in zip(calls, samples, strict=True)
+                ]
     finally:
         for one in passes:
             one.stop()

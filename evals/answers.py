@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,24 +114,30 @@ class Local:
     def answer(self, turns: Sequence[Sequence[Message]], most_tokens: int) -> Answer:
         import torch
 
-        from kvir.calibration.attend import attend
+        from kvir.calibration.attend import attend_phases
         from kvir.calibration.interface import AttentionCall
 
         tokenizer = self._harness.tokenizer
-        text = tokenizer.apply_chat_template(list(turns[-1]), add_generation_prompt=True, tokenize=False)
-        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids.to(
-            self._harness.device
-        )
+        whole = self._ids(turns[-1])
+        # what a first turn has read is cut before the second begins
+        first = self._ids(turns[0], answered=True) if len(turns) > 1 else whole
+        prompt_tokens = len(os.path.commonprefix([first, whole]))
+        ids = torch.tensor([whole], device=self._harness.device)
 
         def attention(call: AttentionCall) -> torch.Tensor:
-            phase = self._prefill if call.query.shape[1] > 1 else self._decode
-            return attend(call, phase[call.layer_id])
+            prefill, decode = self._prefill[call.layer_id], self._decode[call.layer_id]
+            return attend_phases(call, prefill, decode, prompt_tokens)
 
         with torch.no_grad(), self._harness.calls_go_to(attention):
             out = self._harness.model.generate(
                 ids, max_new_tokens=most_tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id
             )
         return Answer(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True), ids.shape[1])
+
+    def _ids(self, messages: Sequence[Message], *, answered: bool = False) -> list[int]:
+        tokenizer, chat = self._harness.tokenizer, list(messages)
+        text = tokenizer.apply_chat_template(chat, add_generation_prompt=not answered, tokenize=False)
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
 Retained = dict[int, list[Candidate]]  # layer_id -> what each KV head keeps

@@ -33,10 +33,10 @@ def evaluate(args: argparse.Namespace) -> None:
     """
     tasks = _tasks(args)
     text = paragraphs(Path(args.text).read_text(encoding="utf-8")) if args.text else []
-    count = _counter(args.model, agnostic=args.agnostic)
+    count = prompt_counter(args.model, agnostic=args.agnostic)
     try:
         items = [
-            make(task, tokens - _most_tokens(task), number, args.seed, text, count)
+            make(task, tokens - most_tokens(task), number, args.seed, text, count)
             for task in tasks
             for tokens in args.lengths
             for number in range(args.items)
@@ -80,12 +80,13 @@ def _tasks(args: argparse.Namespace) -> list[str]:
     return found
 
 
-def _most_tokens(task: str) -> int:
+def most_tokens(task: str) -> int:
+    """The longest answer."""
     short = task in ("passkey", "single", "multi-key", "reading")
     return SHORT_ANSWER_TOKENS if short else LONG_ANSWER_TOKENS
 
 
-def _counter(model: str | None, *, agnostic: bool) -> Callable[[str, str, str], int]:
+def prompt_counter(model: str | None, *, agnostic: bool) -> Callable[[str, str, str], int]:
     """Tokens of the whole prompt of an item."""
     if model is None:
         return lambda *parts: sum(map(len, parts)) // CHARACTERS_PER_TOKEN
@@ -142,7 +143,7 @@ def _run(
     def one(pair: tuple[Item, int]) -> Scored:
         item, tokens = pair
         turns = chat(item.instruction, item.context, item.question, agnostic=args.agnostic)
-        most = _most_tokens(item.task)
+        most = most_tokens(item.task)
         found = answerer.answer(turns, most)
         other = baseline.answer(turns, most) if baseline else None
         return Scored(

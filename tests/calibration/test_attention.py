@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvir.calibration import partial
-from kvir.calibration.attend import attend
+from kvir.calibration.attend import attend, attend_phases
 from kvir.calibration.candidates import FULL, Candidate, codebook
 from kvir.calibration.interface import AttentionCall
 
@@ -109,3 +109,15 @@ def test_codebook_is_by_cost_and_full_is_last() -> None:
     assert codebook((64,), (), 64) == (FULL,)
     with pytest.raises(ValueError, match="at least 1"):
         codebook((0,), (4,), 64)
+
+
+def test_phases_split_the_queries_at_the_end_of_the_prompt() -> None:
+    whole, prefill, decode = CALLS["plain"], [FULL, CODES[4]], [CODES[1], CODES[3]]
+    early, late = attend(whole, prefill), attend(whole, decode)
+    for split in (0, 1, 300, TOKENS):
+        found = attend_phases(whole, prefill, decode, split)
+        torch.testing.assert_close(found, torch.cat([early[:split], late[split:]]), atol=1e-5, rtol=1e-5)
+    # queries that come later, over a cache
+    rest = AttentionCall(0, whole.query[:, 600:], whole.key, whole.value, whole.scale)
+    found = attend_phases(rest, prefill, decode, 650)
+    torch.testing.assert_close(found, torch.cat([early[600:650], late[650:]]), atol=1e-5, rtol=1e-5)

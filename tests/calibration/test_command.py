@@ -128,3 +128,20 @@ def test_help_needs_no_heavy_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_plan_for_decode_alone_reads_prompts_whole(
+    model_folder: Folder, text: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "plan.ir"
+    more = ("--objective", "residual", "--budget", ".4", "--phase", "decode")
+    assert main(words(model_folder("gemma3"), text, output, *more)) == 0
+    found = result.read((tmp_path / "plan.json").read_bytes())
+    budgeted = lower(load(output), load_model(model_folder("gemma3")), dtype="float32").layout.budgeted
+    assert [[kept.recent_tokens for kept in row] for row in budgeted.prefill] == [
+        [24, 24],
+        [None] * 2,
+        [None] * 2,
+    ]
+    decode = [[kept.recent_tokens for kept in row] for row in budgeted.decode[1:]]
+    assert decode == [[found.codes[k].recent_tokens for k in row] for row in found.best.choices]
