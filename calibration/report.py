@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -62,4 +63,5 @@ def print_summary(found: Calibration, console: Console | None = None) -> None:
             loss,
             against,
         )
-    (console or Console()).print(table)
+    # a file or a pipe has no width of its own
+    (console or Console(width=None if sys.stdout.isatty() else 120)).print(table)

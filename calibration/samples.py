@@ -89,7 +89,7 @@ def retrieval_samples(
             question = kinds[index][1].format(key=keys[index])
             before, after = ANSWER.format(question=question, value="\0").split("\0")
             answer = token_ids(harness, before + values[index])
-            lead = _common(token_ids(harness, before), answer)
+            lead = common_length(token_ids(harness, before), answer)
             positions += range(len(tail) + lead - 1, len(tail) + len(answer) - 1)
             tail += answer + token_ids(harness, after)
         hay = context_tokens - len(prefix) - len(tail) - sum(map(len, told))
@@ -107,7 +107,7 @@ def retrieval_samples(
     return made
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
     """Length of the common beginning."""
     return next(
         (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))

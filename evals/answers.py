@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,12 +115,13 @@ class Local:
 
         from kvir.calibration.attend import attend_phases
         from kvir.calibration.interface import AttentionCall
+        from kvir.calibration.samples import common_length
 
         tokenizer = self._harness.tokenizer
         whole = self._ids(turns[-1])
         # what a first turn has read is cut before the second begins
         first = self._ids(turns[0], answered=True) if len(turns) > 1 else whole
-        prompt_tokens = len(os.path.commonprefix([first, whole]))
+        prompt_tokens = common_length(first, whole)
         ids = torch.tensor([whole], device=self._harness.device)
 
         def attention(call: AttentionCall) -> torch.Tensor:

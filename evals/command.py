@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
@@ -187,7 +188,8 @@ def print_table(outcome: Outcome, console: Console | None = None) -> None:
         table.add_column(name, justify="right")
     for row in (*outcome.rows, *([outcome.evicted] if outcome.evicted else [])):
         table.add_row(*_cells(row))
-    (console or Console()).print(table)
+    # a file or a pipe has no width of its own
+    (console or Console(width=None if sys.stdout.isatty() else 130)).print(table)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
