@@ -6,14 +6,14 @@ import pytest
 
 from evaluation import needles
 from evaluation.needles import Needle
-from support import tiny
+from support import tiny_llama
 
 COUNT, TOKENS = 4, 3_000  # bytes here: the tiny tokenizer has one token per byte
 
 
 @pytest.fixture(scope="module")
 def made() -> list[Needle]:
-    return needles.make(tiny.byte_tokenizer(), COUNT, TOKENS)
+    return needles.make(tiny_llama.byte_tokenizer(), COUNT, TOKENS)
 
 
 def test_every_chat_has_its_number_once_and_its_question_last(made: list[Needle]) -> None:
@@ -47,8 +47,8 @@ def test_haystacks_are_disjoint(made: list[Needle]) -> None:
 
 
 def test_same_seed_same_questions(made: list[Needle]) -> None:
-    assert needles.make(tiny.byte_tokenizer(), COUNT, TOKENS) == made
-    others = needles.make(tiny.byte_tokenizer(), COUNT, TOKENS, seed=1)
+    assert needles.make(tiny_llama.byte_tokenizer(), COUNT, TOKENS) == made
+    others = needles.make(tiny_llama.byte_tokenizer(), COUNT, TOKENS, seed=1)
     assert [n.number for n in others] != [n.number for n in made]
 
 
@@ -69,7 +69,7 @@ def test_answers(answer: str, found: bool) -> None:
 
 def test_too_much_asked_of_the_text() -> None:
     with pytest.raises(ValueError, match="too short for 3 haystacks"):
-        needles.make(tiny.byte_tokenizer(), 3, 100_000)
+        needles.make(tiny_llama.byte_tokenizer(), 3, 100_000)
 
 
 def test_shared_prefix() -> None:

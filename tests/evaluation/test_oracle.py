@@ -13,15 +13,15 @@ from transformers import AutoModelForCausalLM
 from evaluation.oracle import LOGPROB_TOLERANCE, Agreement, Forced, Masks, Oracle, check, compare, visible
 from evaluation.server import Served
 from kvir.lowering.stages import Retention
-from support import tiny
-from support.tiny import token_stream
+from support import tiny_llama
+from support.tiny_llama import token_stream
 
 FULL = Retention(sink_tokens=0, recent_tokens=None)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make(tmp_path_factory.mktemp("tiny") / "model")
+    return tiny_llama.make(tmp_path_factory.mktemp("tiny") / "model")
 
 
 def served(prompt: list[int], forced: Forced, outputs: tuple[int, ...]) -> Served:
