@@ -13,6 +13,9 @@ What a score reads is in `ScoreInputs`.  `needs(spec)` names the fields that mus
 `candidates` and `scale`, and `observed_queries(spec)` says how many of the last queries must be computed and
 not taken from a prefix cache: a number, or None for all of the sequence.
 
+A layer whose heads hold different rows is scored in *parts*, KV heads with equally many rows each; scores
+that are relative to the layer are so over all parts (`ScoreParts`).
+
 Implementations: `kernels/ref` (plain torch, slow and obvious).
 """
 
@@ -79,6 +82,7 @@ class ScoreInputs:
     scale: float  # of the logits, usually D ** -0.5
     logit_cap: float = 0.0  # 0: none; else cap * tanh(logit / cap)
     layer: int = 0  # index among the layers with a KV cache
+    first_head: int = 0  # index in the layer of the first KV head given here
     positions: Tensor | None = None  # int64 [n], ascending; None: 0 .. n - 1
     q_obs: Tensor | None = None  # [W, Hq, D], with rotation, in the order of positions
     q_positions: Tensor | None = None  # int64 [W]; None: the W last positions
@@ -104,12 +108,20 @@ class ScoreRows(Protocol):
     ) -> Tensor: ...
 
 
+class ScoreParts(Protocol):
+    """The same for a layer in parts: a float32 [Hkv of the part, n of the part] each."""
+
+    def __call__(
+        self, spec: Score, parts: Sequence[ScoreInputs], precision: Literal["float32", "model"] = "float32"
+    ) -> list[Tensor]: ...
+
+
 class Running(Protocol):
     """Column sums of attention over many queries, in blocks, without the matrix of all queries and rows.
 
     `update` is called once per chunk, after the chunk's keys are known, with every query in order.  `lse` is
     the natural log of the sum of exp(logit) over visible rows, after scale and cap, as attention kernels have
-    it.  Memory is linear in n.
+    it.  `k_positions` says where rows come from once some have been evicted.  Memory is linear in n.
     """
 
     def update(
@@ -118,6 +130,7 @@ class Running(Protocol):
         lse: Tensor,  # float32 [T, Hq]
         k: Tensor,  # [n, Hkv, D], all rows up to the last query
         q_positions: Tensor,  # int64 [T], ascending
+        k_positions: Tensor | None = None,  # int64 [n], ascending; None: 0 .. n - 1
     ) -> None: ...
 
     def sums(self) -> Sums: ...

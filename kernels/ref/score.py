@@ -1,7 +1,8 @@
-"""Reference of `ScoreRows`: one function per score of the language."""
+"""Reference of `ScoreRows` and `ScoreParts`: one function per score of the language."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import floor
 from typing import Literal, assert_never
@@ -38,6 +39,23 @@ from kvir.policy_ir.scores import (
 )
 
 Precision = Literal["float32", "model"]
+Leaf = (
+    Attention
+    | LastQuery
+    | Accumulated
+    | Persistent
+    | Noncausal
+    | ExpectedAttention
+    | KeyNorm
+    | KeyDiff
+    | LagKV
+    | Cur
+    | Leverage
+    | ValueLeverage
+    | Redundancy
+    | Random
+    | LaProx
+)
 
 
 def score(spec: Score, inputs: ScoreInputs, precision: Precision = "float32") -> Tensor:
@@ -46,14 +64,25 @@ def score(spec: Score, inputs: ScoreInputs, precision: Precision = "float32") ->
     `precision: model` takes logits, and weights after their softmax, in the type of k; the softmax itself and
     all scores that read no queries are float32 always.  Raises ValueError if something is missing.
     """
-    start, stop = inputs.candidates
-    n = inputs.k.shape[0]
-    if not 0 <= start <= stop <= n:
-        raise ValueError(f"the candidates {start}..{stop} are no run of the {n} rows")
-    out = torch.full((inputs.k.shape[1], n), -torch.inf)
-    if start < stop:
-        out[:, start:stop] = candidate_scores(spec, _cast(inputs, precision)).float()
-    return out
+    return score_parts(spec, [inputs], precision)[0]
+
+
+def score_parts(spec: Score, parts: Sequence[ScoreInputs], precision: Precision = "float32") -> list[Tensor]:
+    """The same for a layer in parts, KV heads with equally many rows each: float32 [Hkv, n] per part."""
+    for part in parts:
+        start, stop = part.candidates
+        if not 0 <= start <= stop <= part.k.shape[0]:
+            raise ValueError(f"the candidates {start}..{stop} are no run of the {part.k.shape[0]} rows")
+    filled = [part for part in parts if part.candidates[0] < part.candidates[1]]
+    found = iter(_layer_scores(spec, [_cast(part, precision) for part in filled]))
+    scores = []
+    for part in parts:
+        start, stop = part.candidates
+        out = torch.full((part.k.shape[1], part.k.shape[0]), -torch.inf)
+        if start < stop:
+            out[:, start:stop] = next(found).float()
+        scores.append(out)
+    return scores
 
 
 def score_per_query(spec: Score, inputs: ScoreInputs, precision: Precision = "float32") -> Tensor:
@@ -75,8 +104,31 @@ def score_per_query(spec: Score, inputs: ScoreInputs, precision: Precision = "fl
             raise ValueError(f"`rows: union` needs a score per query, which {type(spec).__name__} has not")
 
 
-def candidate_scores(spec: Score, inputs: ScoreInputs) -> Tensor:
-    """[Hkv, C]."""
+def _layer_scores(spec: Score, parts: Sequence[ScoreInputs]) -> list[Tensor]:
+    """[Hkv, C] of each part of a layer."""
+    match spec:
+        case LaProx(normalise="layer"):
+            shares = [_part_scores(spec, part) for part in parts]
+            total = sum(float(share.double().sum()) for share in shares)
+            return [share / total for share in shares]
+        case Rkv(weight=weight, importance=importance, redundancy=redundancy):
+            seen, alike = _layer_scores(importance, parts), _layer_scores(redundancy, parts)
+            return [weight * s + (1 - weight) * a for s, a in zip(seen, alike, strict=True)]
+        case CriticalKV(base=base):
+            bases = _layer_scores(base, parts)
+            return [_criticalkv(spec, part, b) for part, b in zip(parts, bases, strict=True)]
+        case ValueWeighted(base=base, norm=norm, projected=projected, epsilon=epsilon):
+            norms = [value_norms(part, norm, projected=projected).mean(dim=1) for part in parts]
+            return [(b + epsilon) * n for b, n in zip(_layer_scores(base, parts), norms, strict=True)]
+        case Sum(parts=summands):
+            scaled = [_scaled(one, _layer_scores(one.score, parts)) for one in summands]
+            return [torch.stack(of_part).sum(dim=0) for of_part in zip(*scaled, strict=True)]
+        case _:
+            return [_part_scores(spec, part) for part in parts]
+
+
+def _part_scores(spec: Leaf, inputs: ScoreInputs) -> Tensor:
+    """[Hkv, C] of a score that looks at each head by itself."""
     match spec:
         case Attention():
             return score_attention.attention(spec, inputs)
@@ -104,19 +156,8 @@ def candidate_scores(spec: Score, inputs: ScoreInputs) -> Tensor:
             return score_rows.redundancy(spec, inputs)
         case Random():
             return score_rows.random(spec, inputs)
-        case Rkv(weight=weight, importance=importance, redundancy=redundancy):
-            alike = score_rows.redundancy(redundancy, inputs)
-            return weight * candidate_scores(importance, inputs) + (1 - weight) * alike
         case LaProx():
             return score_attention.laprox(spec, inputs)
-        case CriticalKV():
-            return _criticalkv(spec, inputs)
-        case ValueWeighted(base=base, norm=norm, projected=projected, epsilon=epsilon):
-            norms = value_norms(inputs, norm, projected=projected).mean(dim=1)
-            return (candidate_scores(base, inputs) + epsilon) * norms
-        case Sum(parts=parts):
-            summands = [part.weight * _scaled(part, candidate_scores(part.score, inputs)) for part in parts]
-            return torch.stack(summands).sum(dim=0)
         case _:
             assert_never(spec)
 
@@ -129,11 +170,10 @@ def fixed_rows(spec: CriticalKV, budget_rows: int, inside_rows: int) -> int:
     return max(0, floor(spec.fixed * (budget_rows + inside_rows)) - inside_rows)
 
 
-def _criticalkv(spec: CriticalKV, inputs: ScoreInputs) -> Tensor:
+def _criticalkv(spec: CriticalKV, inputs: ScoreInputs, base: Tensor) -> Tensor:
     """The rows of the first stage score +inf (CriticalKV, arXiv:2502.03805, algorithm 1)."""
     if inputs.budget_rows is None:
         raise ValueError("criticalkv depends on the budget: `budget_rows` is missing")
-    base = candidate_scores(spec.base, inputs)
     norms = value_norms(inputs, spec.norm, projected=True).mean(dim=1)
     scores = (base + spec.epsilon) * norms
     count = min(fixed_rows(spec, inputs.budget_rows, inputs.inside_rows), base.shape[1])
@@ -149,19 +189,22 @@ def _noncausal(spec: Noncausal, inputs: ScoreInputs) -> Tensor:
     return score_attention.pool(scores, spec.pool)
 
 
-def _scaled(part: Part, scores: Tensor) -> Tensor:
-    """Over all candidates of the layer."""
-    match part.scale:
+def _scaled(summand: Part, scores: Sequence[Tensor]) -> list[Tensor]:
+    """Weighted, after a scale over all candidates of the layer."""
+    every = torch.cat([of_part.flatten() for of_part in scores]) if scores else torch.empty(0)
+    match summand.scale:
         case "none":
-            return scores
+            scaled = every
         case "z_score":
-            return (scores - scores.mean()) / scores.std().clamp_min(1e-6)
+            scaled = (every - every.mean()) / every.std().clamp_min(1e-6)
         case "softmax":
-            return torch.softmax(scores.flatten(), dim=0).view_as(scores)
+            scaled = torch.softmax(every, dim=0)
         case "max":
-            return scores / scores.max()
+            scaled = every / every.max() if every.numel() else every
         case _:
-            assert_never(part.scale)
+            assert_never(summand.scale)
+    pieces = (summand.weight * scaled).split([of_part.numel() for of_part in scores])
+    return [piece.view_as(of_part) for piece, of_part in zip(pieces, scores, strict=True)]
 
 
 def _cast(inputs: ScoreInputs, precision: Precision) -> ScoreInputs:

@@ -46,19 +46,21 @@ def last_query(spec: LastQuery, inputs: ScoreInputs) -> Tensor:
 
 
 def laprox(spec: LaProx, inputs: ScoreInputs) -> Tensor:
-    """float32 [Hkv, C] (LaProx, arXiv:2605.07234, algorithm 1); pooling is of the attention factor."""
+    """float32 [Hkv, C] (LaProx, arXiv:2605.07234, algorithm 1), not yet divided by the sum of the layer.
+
+    Pooling is of the attention factor.
+    """
     weights = window_weights(Attention(window=spec.window), inputs)
     seen = _over_queries(weights, Attention(window=spec.window, rows=spec.rows))
     seen = _pooled(seen, spec.pool, spec.pool_over, inputs.candidates)[..., slice(*inputs.candidates)]
     norms = value_norms(inputs, "l2", projected=True)
     match spec.group_at:
         case "products":
-            scores = reduce(seen * norms, spec.group, dim=1)
+            return reduce(seen * norms, spec.group, dim=1)
         case "factors":
-            scores = reduce(seen, spec.group, dim=1) * reduce(norms, spec.group, dim=1)
+            return reduce(seen, spec.group, dim=1) * reduce(norms, spec.group, dim=1)
         case _:
             assert_never(spec.group_at)
-    return scores / scores.sum() if spec.normalise == "layer" else scores
 
 
 # ---- parts -------------------------------------------------------------------------------------------------

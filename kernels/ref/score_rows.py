@@ -119,7 +119,7 @@ def redundancy(spec: Redundancy, inputs: ScoreInputs) -> Tensor:
 
 def random(spec: Random, inputs: ScoreInputs) -> Tensor:
     """Uniform in [0, 1): a hash of (seed, layer, head, position), so it depends on nothing else."""
-    heads = torch.arange(inputs.k.shape[1])[:, None]
+    heads = inputs.first_head + torch.arange(inputs.k.shape[1])[:, None]
     positions = row_positions(inputs)[slice(*inputs.candidates)][None, :]
     state = _mix(torch.tensor(spec.seed))
     for part in (torch.tensor(inputs.layer), heads, positions):

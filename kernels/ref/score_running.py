@@ -38,7 +38,9 @@ class ColumnSums:
         self._values = torch.zeros(query_heads, 0)
         self._seen = torch.zeros(0, dtype=torch.int64)
 
-    def update(self, q: Tensor, lse: Tensor, k: Tensor, q_positions: Tensor) -> None:
+    def update(
+        self, q: Tensor, lse: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor | None = None
+    ) -> None:
         fresh = k.shape[0] - self._values.shape[1]
         self._values = torch.nn.functional.pad(self._values, (0, fresh))
         self._seen = torch.nn.functional.pad(self._seen, (0, fresh))
@@ -46,13 +48,20 @@ class ColumnSums:
         q, lse, k, q_positions = q[counted].float(), lse[counted], k.float(), q_positions[counted]
         for start in range(0, q.shape[0], QUERY_BLOCK):
             block = slice(start, start + QUERY_BLOCK)
-            self._add(q[block], lse[block], k, q_positions[block])
+            self._add(q[block], lse[block], k, q_positions[block], k_positions)
+
+    def keep(self, rows: Tensor) -> None:
+        """Forget the rows that were evicted: `rows` int64 [m], ascending, stay."""
+        self._values, self._seen = self._values[:, rows], self._seen[rows]
 
     def sums(self) -> Sums:
         return Sums(self._values, self._seen)
 
-    def _add(self, q: Tensor, lse: Tensor, k: Tensor, q_positions: Tensor) -> None:
-        visible = torch.arange(k.shape[0])[None, :] <= q_positions[:, None]  # [T, n]
+    def _add(
+        self, q: Tensor, lse: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor | None
+    ) -> None:
+        positions = torch.arange(k.shape[0]) if k_positions is None else k_positions
+        visible = positions[None, :] <= q_positions[:, None]  # [T, n]
         logits = logits_of(q, k, self._scale, self._logit_cap).flatten(0, 1)  # [Hq, T, n]
         weights = torch.exp(logits - lse.T[:, :, None]).masked_fill(~visible, 0)
         match self._spec:
@@ -71,7 +80,8 @@ class ColumnSums:
 class ChunkSums:
     """`Running` for `noncausal`: attention without a mask among the rows of aligned chunks; needs no LSE.
 
-    A chunk that the calls have not finished waits; `sums` counts it as it is.
+    A chunk that the calls have not finished waits; `sums` counts it as it is.  For whole prompts: no row
+    may be evicted in between.
     """
 
     def __init__(self, spec: Noncausal, query_heads: int, scale: float, *, logit_cap: float = 0.0) -> None:
@@ -81,8 +91,12 @@ class ChunkSums:
         self._waiting_q: Tensor | None = None
         self._waiting_k: Tensor | None = None
 
-    def update(self, q: Tensor, lse: Tensor, k: Tensor, q_positions: Tensor) -> None:
+    def update(
+        self, q: Tensor, lse: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor | None = None
+    ) -> None:
         del lse
+        if k_positions is not None:
+            raise ValueError("`noncausal` sums need every row of the prompt")
         q_all = q if self._waiting_q is None else torch.cat([self._waiting_q, q])
         start = self._done.shape[1]
         if int(q_positions[0]) + q.shape[0] != start + q_all.shape[0]:
@@ -104,13 +118,22 @@ class ChunkSums:
         return torch.softmax(logits, dim=-1).sum(dim=2).flatten(0, 1)
 
 
-def log_sum_exp(q: Tensor, k: Tensor, q_positions: Tensor, scale: float, *, logit_cap: float = 0.0) -> Tensor:
-    """What attention kernels give: q [T, Hq, D], k [n, Hkv, D], positions [T] -> float32 [T, Hq]."""
+def log_sum_exp(
+    q: Tensor,
+    k: Tensor,
+    q_positions: Tensor,
+    scale: float,
+    *,
+    logit_cap: float = 0.0,
+    k_positions: Tensor | None = None,
+) -> Tensor:
+    """What attention kernels give: q [T, Hq, D], k [n, Hkv, D], positions [T] and [n] -> float32 [T, Hq]."""
     out = torch.empty(q.shape[:2])
+    positions = torch.arange(k.shape[0]) if k_positions is None else k_positions
     for start in range(0, q.shape[0], QUERY_BLOCK):
         block = slice(start, start + QUERY_BLOCK)
         logits = logits_of(q[block].float(), k.float(), scale, logit_cap).flatten(0, 1)
-        hidden = torch.arange(k.shape[0])[None, :] > q_positions[block][:, None]
+        hidden = positions[None, :] > q_positions[block][:, None]
         out[block] = torch.logsumexp(logits.masked_fill(hidden, -torch.inf), dim=-1).T
     return out
 

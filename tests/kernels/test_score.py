@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvir.kernels.ref.score import score
+from kvir.kernels.ref.score import score, score_parts
 from kvir.kernels.ref.score_rope import unrotate
+from kvir.kernels.score_ops import ScoreInputs
 from kvir.policy_ir import scores as ir
 from support.score_cases import SHAPES, Layer, candidates, check, make, pooled, softmax
 
@@ -151,3 +152,58 @@ def test_no_candidates_and_wrong_candidates() -> None:
     assert (score(ir.Rkv(), layer.inputs(ir.Rkv(), (17, 17))) == -torch.inf).all()
     with pytest.raises(ValueError, match="no run of the 17 rows"):
         score(ir.KeyNorm(), layer.inputs(ir.KeyNorm(), (3, 18)))
+
+
+# ---- heads with different rows -----------------------------------------------------------------------------
+
+PARTED = [
+    ir.LaProx(window=7),
+    ir.Rkv(importance=ir.LaProx(window=7)),
+    ir.ValueWeighted(base=ir.LaProx(window=7)),
+    ir.CriticalKV(base=ir.LaProx(window=7)),
+    ir.Random(),
+    ir.Sum(parts=tuple(ir.Part(score=ir.KeyNorm(), scale=s) for s in ("none", "z_score", "softmax", "max"))),
+]
+
+
+@pytest.mark.parametrize("spec", PARTED, ids=lambda s: type(s).__name__)
+def test_parts_of_a_layer_are_the_layer(spec: ir.Score) -> None:
+    """Scores that are relative to the layer stay so when its heads are given one by one."""
+    layer = make(SHAPES[2])
+    whole = layer.inputs(spec, (3, 50))
+    got = torch.cat(score_parts(spec, [of_head(whole, head) for head in range(3)]))
+    assert torch.allclose(got, score(spec, whole), rtol=1e-5, atol=1e-9)
+
+
+def test_parts_may_hold_different_rows() -> None:
+    layer = make(SHAPES[2])
+    spec = ir.LaProx(window=7)
+    whole = layer.inputs(spec, (0, 61))
+    first, second = of_head(whole, 0), of_head(whole, 1)
+    rows = torch.arange(20, 61)
+    assert second.q_obs is not None
+    short = replace(
+        second, k=second.k[20:], v=second.v[20:], positions=rows, candidates=(0, 36), q_obs=second.q_obs[20:]
+    )
+    none = replace(first, candidates=(9, 9))
+    a, b, c = score_parts(spec, [first, short, none])
+    assert (a.shape, b.shape, c.shape) == ((1, 61), (1, 41), (1, 61))
+    assert float(a.sum() + b[:, :36].sum()) == pytest.approx(1, abs=1e-5)
+    assert (c == -torch.inf).all()
+    assert score_parts(spec, [none])[0].tolist() == c.tolist()
+
+
+def of_head(whole: ScoreInputs, head: int) -> ScoreInputs:
+    """One KV head of a layer and its query heads."""
+    assert whole.q_obs is not None
+    assert whole.w_o is not None
+    group = whole.q_obs.shape[1] // whole.k.shape[1]
+    queries = slice(head * group, (head + 1) * group)
+    return replace(
+        whole,
+        k=whole.k[:, head : head + 1],
+        v=whole.v[:, head : head + 1],
+        q_obs=whole.q_obs[:, queries],
+        w_o=whole.w_o[queries],
+        first_head=head,
+    )

@@ -84,6 +84,34 @@ def test_log_sum_exp(layer: Layer) -> None:
             assert abs(float(got[query, head]) - wanted) < 1e-5
 
 
+def test_sums_go_on_after_an_eviction() -> None:
+    """Rows that stay keep what they had; later queries share their weight among the rows that are left."""
+    layer = make(SHAPES[4])
+    spec = Accumulated()
+    left = torch.tensor([*range(4), *range(40, 100)])
+    positions = torch.cat([left, torch.arange(100, 203)])
+    q, k = layer.q[100:], layer.k[positions]
+    sums = ColumnSums(spec, 6, layer.scale)
+    before = torch.arange(100)
+    sums.update(
+        layer.q[:100], log_sum_exp(layer.q[:100], layer.k[:100], before, layer.scale), layer.k[:100], before
+    )
+    sums.keep(left)
+    later = torch.arange(100, 203)
+    lse = log_sum_exp(q, k, later, layer.scale, k_positions=positions)
+    sums.update(q, lse, k, later, positions)
+    for head in range(6):
+        wanted = np.zeros(len(positions))
+        wanted[: len(left)] = layer.matrix(head)[:100, left].sum(axis=0)
+        for query in range(100, 203):
+            seen = positions.numpy()[positions.numpy() <= query]
+            wanted[: len(seen)] += softmax(layer.logits(head, query)[seen])
+        np.testing.assert_allclose(sums.sums().values[head], wanted, rtol=2e-5, atol=1e-7)
+    assert sums.sums().seen.tolist() == [203 - int(p) for p in positions]
+    with pytest.raises(ValueError, match="every row of the prompt"):
+        ChunkSums(Noncausal(), 6, layer.scale).update(q, lse, k, later, positions)
+
+
 def test_memory_is_linear_in_the_length() -> None:
     """The state of a long sequence is two numbers per row and query head."""
     layer = make(Shape(203, 2, 3, 6))
