@@ -90,6 +90,7 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         landmarks = Landmarks(
             prompt_page=prompt_tokens // self.page_size,
             branch_page=branch if branch is not None and branch > len(pages) else None,
+            matched_page=len(pages),
         )
         publishes = not getattr(req, "skip_radix_cache_insert", False)
         state = self.residency.open(req.kv, pages, prefix_tokens, landmarks, publishes=publishes)

@@ -18,15 +18,19 @@ class Landmarks:
 
     `branch_page`: another prompt shares the pages before it, but their windows are gone; the window before it
     is kept while this request computes it again.  `prompt_page`: the page floor of this request's prompt.
+    `matched_page`: where its match ended, so the next one that branches here finds it as well.
     """
 
     prompt_page: int = 0
     branch_page: int | None = None
+    matched_page: int = 0
 
     def in_tail(self, index: IntArray, window_pages: int) -> np.ndarray:
         """Which page indices lie in the window before a landmark."""
-        tail = (index < self.prompt_page) & (index >= self.prompt_page - window_pages)
-        return tail | self.before_branch(index, window_pages)
+        tail = self.before_branch(index, window_pages)
+        for end in (self.prompt_page, self.matched_page):
+            tail |= (index < end) & (index >= end - window_pages)
+        return tail
 
     def before_branch(self, index: IntArray, window_pages: int) -> np.ndarray:
         if self.branch_page is None:
