@@ -6,8 +6,8 @@
 Two layers:
 
 * `$KVIR_HOME/envs/<key>` (default `~/.cache/kvir`): every third-party package, about 11 GB and 4 minutes,
-  made once per machine and shared by all checkouts that declare the same dependencies.  The key is a hash of
-  the Python version, the dependency lists of `pyproject.toml` and the pins of `tools/constraints.txt`.
+  made once per machine and shared by all checkouts.  What is needed is in `pyproject.toml`; the key is a hash
+  of the Python version and of `tools/constraints.txt`, which pins the version of everything.
 * `.venv` in the checkout: a small environment that sees the shared packages and has kvir itself installed in
   editable mode, so that the `kvir` command, its SGLang entry point and compiled kernels are its own.
 
@@ -34,7 +34,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "tools" / "constraints.txt"
-MARKER = ".complete"  # written last: a shared environment without it was interrupted
+MARKER = ".complete"  # written last: the requirements that a shared environment was made for
 STAMP = ".kvir"  # in .venv: what it was made for
 KERNELS = ROOT / "kernels" / "cpu"
 KERNELS_STAMP = ".kvir-kernels"  # in .venv: the sources that the compiled kernels were made from
@@ -97,7 +97,6 @@ def key() -> str:
     facts = {
         "python": platform.python_version(),
         "machine": f"{sys.platform}-{platform.machine()}",
-        "requirements": requirements(),
         "constraints": CONSTRAINTS.read_text(),
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -125,10 +124,36 @@ def check_python() -> None:
     del ensurepip, venv
 
 
+def installed(shared: Path) -> set[str] | None:
+    """The requirements that a whole shared environment was made for; None if there is none."""
+    try:
+        return set((shared / MARKER).read_text().splitlines())
+    except OSError:
+        return None
+
+
+def shared_current(shared: Path) -> bool:
+    have = installed(shared)
+    return have is not None and have.issuperset(requirements())
+
+
 def make_shared(shared: Path) -> None:
-    """Install every third-party package into `shared`.  The caller holds the lock."""
-    if (shared / MARKER).exists():
+    """Install every third-party package into `shared`.  Needs the lock held."""
+    have = installed(shared)
+    if have is None:
+        _begin_shared(shared)
+        have = set()
+    elif shared_current(shared):
         return
+    # Virtual environments cannot be moved: this one is built where it stays, and marked when it is whole.
+    wanted = sorted(have.union(requirements()))
+    pip = [shared / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
+    run([*pip, "install", "--constraint", CONSTRAINTS, *wanted], "installing the packages")
+    (shared / MARKER).write_text("\n".join(wanted) + "\n")
+    step("shared environment ready")
+
+
+def _begin_shared(shared: Path) -> None:
     shared.parent.mkdir(parents=True, exist_ok=True)
     if shared.exists():
         step("removing an unfinished environment")
@@ -141,12 +166,7 @@ def make_shared(shared: Path) -> None:
         )
     step(f"installing SGLang, PyTorch and the tools into {shared}")
     step("this happens once per machine: about 4 minutes and 11 GB")
-    # Virtual environments cannot be moved, so this one is built where it will stay and marked when whole.
     run([sys.executable, "-m", "venv", shared], "making the shared environment")
-    pip = [shared / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
-    run([*pip, "install", "--constraint", CONSTRAINTS, *requirements()], "installing the packages")
-    (shared / MARKER).write_text("\n".join(requirements()) + "\n")
-    step("shared environment ready")
 
 
 def stamp(shared: Path) -> str:
@@ -163,12 +183,21 @@ def checkout_current(venv: Path, shared: Path) -> bool:
         return False
 
 
+def _base_of(venv: Path) -> str | None:
+    """The Python installation that `.venv` was made from, as far as its stamp says."""
+    try:
+        return json.loads((venv / STAMP).read_text())["python"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
 def make_checkout(venv: Path, shared: Path) -> None:
     """The environment of this checkout: the shared packages, and kvir editable.  Needs the lock held."""
     if checkout_current(venv, shared):
         return
     step(f"making {venv}")
-    shutil.rmtree(venv, ignore_errors=True)
+    if not (venv / "bin" / "python").exists() or _base_of(venv) != sys.base_prefix:
+        shutil.rmtree(venv, ignore_errors=True)
     run([sys.executable, "-m", "venv", "--without-pip", venv], "making .venv")
     # addsitedir and not a bare path: some packages bring .pth files of their own.
     line = f"import site; site.addsitedir({str(site_packages(shared))!r})\n"
@@ -176,6 +205,7 @@ def make_checkout(venv: Path, shared: Path) -> None:
     # Plain programs that other tools look for next to the interpreter.
     for name in ("ruff", "ninja"):
         if (shared / "bin" / name).exists():
+            (venv / "bin" / name).unlink(missing_ok=True)
             (venv / "bin" / name).symlink_to(shared / "bin" / name)
     pip = [venv / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--quiet"]
     offline = ["--no-deps", "--no-build-isolation", "--no-index"]
@@ -213,8 +243,8 @@ def make_kernels(venv: Path) -> None:
 def make() -> Path:
     """Make what is missing and return the interpreter of this checkout."""
     shared, venv = kvir_home() / "envs" / key(), ROOT / ".venv"
-    if not ((shared / MARKER).exists() and checkout_current(venv, shared) and kernels_current(venv)):
-        with exclusive(shared.with_suffix(".lock"), f"another process is preparing {shared}", step):
+    if not (shared_current(shared) and checkout_current(venv, shared) and kernels_current(venv)):
+        with exclusive(shared.parent / f"{shared.name}.lock", f"another process is preparing {shared}", step):
             make_shared(shared)
             make_checkout(venv, shared)
             make_kernels(venv)

@@ -97,9 +97,18 @@ def test_an_unfinished_environment_is_removed(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_a_whole_environment_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / env.MARKER).touch()
+    (tmp_path / env.MARKER).write_text("\n".join([*env.requirements(), "something-else"]))
     env.make_shared(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [env.MARKER]
+
+
+def test_a_new_requirement_is_added(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / env.MARKER).write_text("something-else\n")
+    commands: list[list[str]] = []
+    monkeypatch.setattr(env, "run", lambda command, what: commands.append([str(word) for word in command]))
+    env.make_shared(tmp_path)
+    assert commands[0][-len(env.requirements()) - 1 :] == sorted([*env.requirements(), "something-else"])
+    assert env.shared_current(tmp_path)
 
 
 def test_a_failing_command_is_named() -> None:
