@@ -61,9 +61,14 @@ def eight(traffic: Traffic, new_tokens: int = 64, lengths: Sequence[int] = EIGHT
 def edges(
     traffic: Traffic, new_tokens: int = 20, lengths: Sequence[int] = EDGE_LENGTHS
 ) -> tuple[list[Served], list[Served]]:
-    """Every length, eight at a time; then the same prompts again, over what the first left behind."""
+    """Every length, eight at a time, each eight twice: the second time over what the first left behind."""
     prompts = [traffic.cut(20_000 + 997 * i, n) for i, n in enumerate(lengths)]
-    return traffic.ask(prompts, new_tokens), traffic.ask(prompts, new_tokens)
+    first: list[Served] = []
+    again: list[Served] = []
+    for start in range(0, len(prompts), 8):
+        first += traffic.ask(prompts[start : start + 8], new_tokens)
+        again += traffic.ask(prompts[start : start + 8], new_tokens)
+    return first, again
 
 
 def second_turns(
@@ -96,11 +101,14 @@ def shared_prefix(
 
 
 def passed_prefix(
-    traffic: Traffic, prefix_tokens: int = 1500, new_tokens: int = 40, steps: int = 5
+    traffic: Traffic, prefix_tokens: int = 1500, new_tokens: int = 40, steps: int = 5, others: int = 4
 ) -> list[Served]:
-    """A writer moves far past its prompt; its beginnings, branches from them and the whole come back."""
+    """A writer moves far past its prompt, and others take what memory it left; then its beginnings, branches
+    from them and the whole come back.
+    """
     prompt = traffic.cut(11_000, prefix_tokens)
     first = traffic.one_by_one([prompt], 2 * new_tokens)[0]
+    traffic.ask([traffic.cut(23_000 + 1700 * i, prefix_tokens) for i in range(others)], new_tokens)
     starts = [prefix_tokens * (i + 1) // (steps + 1) for i in range(steps)]
     back = traffic.one_by_one([prompt[:n] + traffic.cut(100 + n, 50) for n in starts], new_tokens)
     back += traffic.ask(

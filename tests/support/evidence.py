@@ -8,7 +8,7 @@ from typing import Any
 
 from evaluation.server import Server
 
-TROUBLE = re.compile(r"Traceback|kvir: (?!plan )|leak|ERROR", re.IGNORECASE)
+TROUBLE = re.compile(r"Traceback|kvir: (?!plan )|leak|exception", re.IGNORECASE)
 
 
 def kvir_state(server: Server) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from evaluation.server import Launch, Server, start, stop, wait_ready
@@ -26,16 +27,20 @@ class Fleet:
         self._at = -1
         self._started: dict[str, Started] = {}
         self._ready: set[str] = set()
+        self._stopping = ThreadPoolExecutor()
 
     def use(self, name: str) -> Server:
         """The running server of this name.  The one used before is stopped, the one after it is started.
 
         Raises ServerError if it does not become ready.
         """
-        if name not in self._order[self._at + 1 :]:
-            self._order.insert(self._at + 1, name)
         if self._at < 0 or self._order[self._at] != name:
-            self._at = self._order.index(name, self._at + 1)
+            rest = self._order[self._at + 1 :]
+            self._at += 1
+            if name in rest:
+                self._at += rest.index(name)
+            else:
+                self._order.insert(self._at, name)
         ahead = self._order[self._at + 1 : self._at + 2]
         for other in [n for n in self._started if n not in (name, *ahead)]:
             self._stop(other)
@@ -56,8 +61,9 @@ class Fleet:
         process, server = self._started.pop(name)
         self._ready.discard(name)
         server.client.close()
-        stop(process)
+        self._stopping.submit(stop, process)
 
     def close(self) -> None:
         for name in list(self._started):
             self._stop(name)
+        self._stopping.shutdown(wait=True)

@@ -38,7 +38,7 @@ class Setup:
             kv_ir=kv_ir,
             max_total_tokens=self.pool_tokens,
             chunked_prefill_tokens=CHUNK_TOKENS,
-            arguments=("--sleep-on-idle", *self.arguments),
+            arguments=self.arguments,
             environment=CHECKS | self.environment,
         )
 
@@ -52,11 +52,12 @@ SERVERS: Mapping[str, Setup] = {
     "stock-1024": Setup("", 1024),
     "tight": Setup("tight", 1024),
     "uniform": Setup("uniform", 4096),
-    "table": Setup("table", 4096),
+    "table": Setup("table", 4096, ("--schedule-policy", "lpm")),
     "ramp": Setup("ramp", 4096),
-    "narrow": Setup("narrow", 512),
+    "narrow": Setup("narrow", 1024),
+    "phased": Setup("phased", 4096),
     "uniform-retract": Setup("uniform", 4096, PLAIN, RETRACTIONS),
     "table-retract": Setup("table", 4096, PLAIN, RETRACTIONS, lowered=True),
     "ramp-retract": Setup("ramp", 4096, PLAIN, RETRACTIONS),
-    "narrow-retract": Setup("narrow", 512, PLAIN, RETRACTIONS),
+    "narrow-retract": Setup("narrow", 1024, PLAIN, RETRACTIONS),
 }
