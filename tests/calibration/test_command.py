@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -145,3 +147,30 @@ def test_a_plan_for_decode_alone_reads_prompts_whole(
     ]
     decode = [[kept.recent_tokens for kept in row] for row in budgeted.decode[1:]]
     assert decode == [[found.codes[k].recent_tokens for k in row] for row in found.best.choices]
+
+
+def test_control_c_and_the_same_command_again(model_folder: Folder, text: Path, tmp_path: Path) -> None:
+    def command(output: Path) -> list[str]:
+        more = ("--samples", "4", "--context", "480", "--query-stride", "1", "--tau", ".5,.7,.8,.9,.95,.99")
+        return words(model_folder("llama"), text, output, *more)
+
+    output, unfinished = tmp_path / "plan.ir", tmp_path / ".plan.ir.unfinished"
+    run = [sys.executable, "-m", "kvir", *command(output)]
+    # a shell's background jobs ignore SIGINT, and children inherit that
+    heard = "import signal, sys, os; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    start = [sys.executable, "-c", heard + "os.execv(sys.argv[1], sys.argv[1:])", *run]
+    process = subprocess.Popen(start, stderr=subprocess.PIPE, text=True)
+    while not unfinished.exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert "goes on from the last finished layer" in process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert not output.exists()
+    assert unfinished.stat().st_size > 100, "something was found before"
+    assert main(command(output)) == 0
+    assert not unfinished.exists()
+    (tmp_path / "whole").mkdir()
+    whole = tmp_path / "whole/plan.ir"
+    assert main(command(whole)) == 0
+    assert whole.read_text().splitlines()[2:] == output.read_text().splitlines()[2:]
+    assert whole.with_suffix(".json").read_bytes() == output.with_suffix(".json").read_bytes()
