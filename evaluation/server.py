@@ -131,7 +131,7 @@ class Server:
             logprobs=tuple(_number(entry[0]) for entry in meta["output_token_logprobs"]),
             top=tuple(
                 tuple((int(entry[1]), _number(entry[0])) for entry in entries)
-                for entries in meta["output_top_logprobs"] or ()
+                for entries in meta.get("output_top_logprobs") or ()
             ),
             cached_tokens=int(meta["cached_tokens"]),
             retractions=int(meta.get("num_retractions") or 0),
