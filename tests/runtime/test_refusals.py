@@ -40,7 +40,8 @@ def policy(tmp_path: Path) -> str:
 
 
 def arguments(policy: str, **others: Any) -> KvirServerArgs:
-    return KvirServerArgs(model_path="nowhere", kv_ir=policy, **others)
+    given: dict[str, Any] = {"model_path": "nowhere", "kv_ir": policy, **others}
+    return KvirServerArgs(**given)
 
 
 def test_defaults_are_accepted(policy: str) -> None:

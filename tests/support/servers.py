@@ -39,7 +39,7 @@ class Setup:
             max_total_tokens=self.pool_tokens,
             chunked_prefill_tokens=CHUNK_TOKENS,
             arguments=self.arguments,
-            environment=CHECKS | self.environment,
+            environment={**CHECKS, **self.environment},
         )
 
 
