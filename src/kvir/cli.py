@@ -38,6 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_report(error.report)
     except Usage as error:
         print(f"kvir: {error}", file=sys.stderr)
+    except ModuleNotFoundError as error:
+        if (error.name or "kvir").partition(".")[0] == "kvir":
+            raise
+        print(f"kvir: {args.command} needs `{error.name}`: pip install 'kvir[calibrate]'", file=sys.stderr)
     except BrokenPipeError:
         sys.stderr.close()
     except OSError as error:
