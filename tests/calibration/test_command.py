@@ -174,3 +174,13 @@ def test_control_c_and_the_same_command_again(model_folder: Folder, text: Path, 
     assert main(command(whole)) == 0
     assert whole.read_text().splitlines()[2:] == output.read_text().splitlines()[2:]
     assert whole.with_suffix(".json").read_bytes() == output.with_suffix(".json").read_bytes()
+
+
+def test_a_missing_library_is_named_with_the_extra_that_brings_it(tmp_path: Path) -> None:
+    code = (
+        "import sys\nsys.modules['torch'] = None\n"  # importing it raises ModuleNotFoundError
+        "from kvir.cli import main\nsys.exit(main(['plot', 'grid.json']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "kvir: plot needs `torch`: pip install 'kvir[calibrate]'\n"
