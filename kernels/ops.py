@@ -45,7 +45,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What each unit may see."""
+    """What each unit may see.  In decode it may differ from request to request: then both are [B, U]."""
 
     sink: Tensor  # int32 [U]
     recent: Tensor  # int32 [U]

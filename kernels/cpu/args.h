@@ -25,8 +25,9 @@ struct PagesView {
 };
 
 struct BoundsView {
-    const int32_t* sink;    // [U]
-    const int32_t* recent;  // [U]
+    const int32_t* sink;    // [U], or [batch, U]
+    const int32_t* recent;
+    int64_t batch_stride;  // 0: the same for every request
 };
 
 struct AppendArgs {

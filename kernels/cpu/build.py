@@ -6,6 +6,7 @@ that the CPU has is taken.  The compiler is $CXX, else c++, g++ or clang++.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shlex
@@ -57,12 +58,21 @@ class BuildError(RuntimeError):
     """There is no compiler, or it failed; the message carries what it said."""
 
 
+def sources_digest() -> str:
+    """A digest of what the extension is compiled from; the extension carries that of its own."""
+    digest = hashlib.sha256()
+    for path in sorted((*HERE.glob("*.cpp"), *HERE.glob("*.h"), HERE / "build.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
 def build(target: Path) -> None:
     """Compile the extension module into the file `target`; it appears whole or not at all."""
     compiler = _compiler()
     isas = X86_ISAS if platform.machine().lower() in ("x86_64", "amd64") else OTHER_ISAS
     with tempfile.TemporaryDirectory(prefix="kvir-build-") as folder:
-        jobs = [(HERE / name, Path(folder) / f"{name}.o", ()) for name in PLAIN_SOURCES]
+        digest = f'-DKVIR_SOURCES="{sources_digest()}"'
+        jobs = [(HERE / name, Path(folder) / f"{name}.o", (digest,)) for name in PLAIN_SOURCES]
         jobs += [
             (HERE / "isa.cpp", Path(folder) / f"isa-{isa}.o", (f"-DKVIR_ISA={isa}", *flags))
             for isa, flags in isas.items()

@@ -208,7 +208,8 @@ template <class T, int D> static int64_t decode_as(const DecodeArgs& a) {
     for (int32_t b = 0; b < a.batch; b++)
         for (int32_t h = 0; h < a.kv_heads; h++) {
             const int64_t n = a.lens[b] > 0 ? a.lens[b] : 0;
-            int64_t sink = a.bounds.sink[a.unit0 + h], start = n - a.bounds.recent[a.unit0 + h];
+            const int64_t unit = b * a.bounds.batch_stride + a.unit0 + h;
+            int64_t sink = a.bounds.sink[unit], start = n - a.bounds.recent[unit];
             start = start < 0 ? 0 : start > n ? n : start;
             sink = sink < 0 ? 0 : sink > start ? start : sink;  // no further than where the window begins
             const int64_t rows = sink + n - start, chunks = rows < CHUNK ? 1 : (rows + CHUNK / 2) / CHUNK;
@@ -222,8 +223,8 @@ template <class T, int D> static int64_t decode_as(const DecodeArgs& a) {
             for (int32_t i = first; i < count; i++) items[i].chunks = count - first;
             work.left[first] = count - first;
         }
-    // A thread is woken for no less than 32 KiB.
-    const int64_t useful = visible_bytes / 32768 + 1;
+    // A thread is woken for no less than 128 KiB, which take about as long as the waking.
+    const int64_t useful = visible_bytes / (128 << 10) + 1;
     parallel_items(a.threads < useful ? a.threads : int(useful), count, work);
     return work.holes;
 }

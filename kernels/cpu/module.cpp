@@ -63,6 +63,7 @@ public:
         BoundsView b;
         b.sink = address<const int32_t>();
         b.recent = address<const int32_t>();
+        b.batch_stride = integer();
         return b;
     }
     // False, with a Python error set, unless exactly all arguments were read and understood.
@@ -231,5 +232,7 @@ PyModuleDef MODULE = {
 PyMODINIT_FUNC PyInit__ops() {
     for (const kvir::Isa* isa : kvir::ISAS)
         if (kvir::current == nullptr && isa->runs_here()) kvir::current = isa;
-    return PyModule_Create(&kvir::MODULE);
+    PyObject* module = PyModule_Create(&kvir::MODULE);
+    if (module && PyModule_AddStringConstant(module, "SOURCES", KVIR_SOURCES) < 0) Py_CLEAR(module);
+    return module;
 }

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, get_num_threads
 
+from kvir.kernels.cpu.build import sources_digest
 from kvir.kernels.ops import Bounds, Cache, Kernels
 
 _ops: Any
@@ -30,12 +31,15 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 def available() -> str | None:
     """Why these kernels cannot run here; None if they can."""
+    rebuild = "run `python -m kvir.kernels.cpu.build` (needs g++ or clang++)"
     if _ops is not None:
-        return None
+        # An extension of other sources takes its arguments in another order.
+        compiled = getattr(_ops, "SOURCES", None)
+        return None if compiled == sources_digest() else f"compiled from other sources; {rebuild}"
     built = Path(__file__).with_name(f"_ops{sysconfig.get_config_var('EXT_SUFFIX')}")
     if built.exists():
         return f"{built} does not load: {_missing}"
-    return "not compiled; run `python -m kvir.kernels.cpu.build` (needs g++ or clang++)"
+    return f"not compiled; {rebuild}"
 
 
 def isas() -> list[str]:
@@ -121,7 +125,8 @@ def attend_decode(
         _refuse(q=q, kv=cache.kv, out=out, pages=pages, lens=lens)
     return _ops.decode(
         q.data_ptr(), q_batch, q_head, out.data_ptr(), out_batch, out_head, *_cache(cache, unit0 + kv_heads),
-        pages.data_ptr(), page_stride, pages.shape[1], lens.data_ptr(), *_bounds(bounds, unit0 + kv_heads),
+        pages.data_ptr(), page_stride, pages.shape[1], lens.data_ptr(),
+        *_bounds(bounds, unit0 + kv_heads, q.shape[0]),
         batch, query_heads, kv_heads, unit0, scale, logit_cap, DTYPES[dtype], get_num_threads(),
     )  # fmt: skip
 
@@ -197,17 +202,20 @@ def _cache(cache: Cache, units: int) -> tuple[int, ...]:
     return kv.data_ptr(), table.data_ptr(), table_stride, head_pages, table.shape[0], page_rows, head_dim
 
 
-def _bounds(bounds: Bounds, units: int) -> tuple[int, int]:
+def _bounds(bounds: Bounds, units: int, batch: int = 0) -> tuple[int, int, int]:
+    """Addresses and the stride between requests: 0 unless each of `batch` requests has bounds of its own."""
     sink, recent = bounds.sink, bounds.recent
+    shape = sink.shape
     if (
         not (sink.dtype is recent.dtype is torch.int32)
-        or sink.shape[0] < units
-        or recent.shape[0] < units
+        or recent.shape != shape
+        or shape[-1] < units
+        or (len(shape) != 1 and shape[:-1] != (batch,))
         or not sink.is_contiguous()
         or not recent.is_contiguous()
     ):
         _refuse(sink=sink, recent=recent)
-    return sink.data_ptr(), recent.data_ptr()
+    return sink.data_ptr(), recent.data_ptr(), shape[1] if len(shape) == 2 else 0
 
 
 def _refuse(**tensors: Tensor) -> None:

@@ -28,9 +28,8 @@ def attend_decode(
         for head in range(kv_heads):
             unit, heads = unit0 + head, slice(head * group, (head + 1) * group)
             position = torch.tensor([length - 1])
-            seen = visible(position, torch.arange(length), int(bounds.sink[unit]), int(bounds.recent[unit]))[
-                0
-            ]
+            sink, recent = (int((x if x.dim() == 1 else x[b])[unit]) for x in (bounds.sink, bounds.recent))
+            seen = visible(position, torch.arange(length), sink, recent)[0]
             k, v, _, missing = read_rows(cache, pages[b], unit, seen.nonzero()[:, 0])
             holes += missing
             everything = torch.ones(1, k.shape[0], dtype=torch.bool)

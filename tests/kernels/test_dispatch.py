@@ -37,6 +37,13 @@ def test_choose_falls_back_to_the_reference_with_one_line(
         dispatch.get("cpu")
 
 
+def test_an_extension_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "sources_digest", lambda: "0123456789abcdef")
+    assert cpu.available() == (
+        "compiled from other sources; run `python -m kvir.kernels.cpu.build` (needs g++ or clang++)"
+    )
+
+
 def test_an_extension_that_is_not_built_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu.available() is None
     monkeypatch.setattr(cpu, "_ops", None)

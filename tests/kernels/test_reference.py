@@ -7,7 +7,7 @@ import torch
 
 from kvir.kernels.ops import FULL, Cache
 from kvir.kernels.ref.ops import KERNELS as REF
-from support.kernel_cases import Shape, answer, decode, error, extend, make
+from support.kernel_cases import TOLERANCE, Shape, answer, decode, error, extend, make
 
 MIXED = ((0, FULL), (4, 17), (20, 1))
 SHAPES = [
@@ -28,7 +28,6 @@ CHUNKS = [
     Shape(((50, 3), (64, 40)), MIXED, 2, 64, 16, torch.bfloat16),
     Shape(((50, 3), (64, 40)), MIXED, 2, 64, 16, torch.float16, strided=True),
 ]
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
