@@ -24,7 +24,7 @@ SYSTEM = (
     "guess and do not calculate: every number that is asked for stands in the text as it is."
 )
 NEEDLE = "The secret access code of the vault is {number}. Remember it."
-QUESTION = "What is the secret access code of the vault?"
+QUESTION = "What is the secret access code of the vault? Answer with the number."
 ANSWER_TOKENS = 24  # more than the sentence that a model answers with
 
 
