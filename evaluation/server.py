@@ -222,6 +222,8 @@ def start(launch: Launch, *, log: Path | None = None) -> tuple[subprocess.Popen[
     environment = dict(os.environ)
     environment |= {"OMP_NUM_THREADS": str(launch.threads), "MKL_NUM_THREADS": str(launch.threads)}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # A server that fails or is stopped would first wait a minute for dumps of the GPU.
+    environment |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
     environment |= launch.environment
     with log.open("wb") as stream:
         process = subprocess.Popen(

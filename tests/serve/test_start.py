@@ -94,6 +94,8 @@ def ended(
 
 def program(words: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | variables
+    # no waiting for dumps of a GPU after a failure
+    environment |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
     return subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, timeout=300, env=environment
     )
