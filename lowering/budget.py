@@ -2,23 +2,25 @@
 
 * A union of several `sink` or `recent` terms is the largest of each.
 * A native sliding window of w tokens is a mandatory `recent: w`: the unit keeps the last min(n, w) rows.  Its
-  sinks are
-  dropped: the model was never trained to see rows older than w, and a sink would fall out of the window
-  anyway.
-* Decode may never keep a row that prefill dropped: it is gone.
+  sinks are dropped: the model was never trained to see rows older than w, and a sink would fall out of the
+  window anyway.  A selection by score has no effect there either.
+* Decode may never keep a row by position that prefill dropped by position: it is gone.  A selection only
+takes
+  away, so it may follow anything, and what follows it takes from what it left.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, assert_never
 
-from kvir.lowering.executable import unexecuted
-from kvir.lowering.places import NOTHING, WINDOWS, place, rule_name, rule_place
-from kvir.lowering.resolve import Governing
+from kvir.lowering.budget_findings import check_selections
+from kvir.lowering.places import NOTHING, WINDOWS, rule_name, rule_place
+from kvir.lowering.selections import RuleSelections, selects
+from kvir.lowering.stage_words import words
 from kvir.lowering.stages import AttentionLayer, BoundPolicy, BudgetedPolicy, Retention
 from kvir.policy_ir.diagnostic import Label, Report
-from kvir.policy_ir.nodes import All, Policy, Recent, Rule, Sink
+from kvir.policy_ir.nodes import All, Phase, Policy, Recent, Rule, Sink, TopK, TopP
 
 EVERYTHING = Retention(sink_tokens=0, recent_tokens=None)
 
@@ -31,17 +33,10 @@ class Budget:
     report: Report
 
     def __call__(self, bound: BoundPolicy) -> BudgetedPolicy:
-        policy = bound.verified.policy
-        for word, path in unexecuted(policy):
-            self.report.error(
-                "KV310",
-                f"the runtime cannot execute `{word}` yet (refused by `{self.name}`)",
-                place(self.report, path),
-                help="use `all`, `sink` and `recent`" if ".keep[" in path else f"leave `{word}` out",
-            )
-        prefill, decode = retentions(bound, bound.prefill_rule), retentions(bound, bound.decode_rule)
+        prefill, decode = retentions(bound, "prefill"), retentions(bound, "decode")
         self._decode_within_prefill(bound, prefill, decode)
         self._sinks_in_native_windows(bound)
+        check_selections(bound, self.report)
         return BudgetedPolicy(bound=bound, prefill=prefill, decode=decode)
 
     def _decode_within_prefill(self, bound: BoundPolicy, prefill: Table, decode: Table) -> None:
@@ -73,9 +68,11 @@ class Budget:
         for governed in (bound.prefill_rule, bound.decode_rule):
             for index, layer in enumerate(bound.model.layers):
                 for head, rule in enumerate(governed[index]):
-                    own = _asked(bound.verified.policy, rule, index, head)
                     native = layer.native_window_tokens
-                    if rule in seen or own is None or native is None or own.recent_tokens is None:
+                    if rule in seen or native is None:
+                        continue
+                    own = _asked(bound.verified.policy, rule, index, head)
+                    if own is None or own.recent_tokens is None:
                         continue
                     if own.sink_tokens and own.recent_tokens < native:
                         seen.add(rule)
@@ -88,23 +85,37 @@ class Budget:
                         )
 
 
-def retentions(bound: BoundPolicy, governed: Governing) -> Table:
+def retentions(bound: BoundPolicy, phase: Phase) -> Table:
     """What each unit keeps, native windows intersected.  Units under a rule that was reported keep
     everything.
     """
     policy = bound.verified.policy
-    per_rule: dict[int, Retention | None] = {i: asked(rule) for i, rule in enumerate(policy.rules)}
+    governed = bound.prefill_rule if phase == "prefill" else bound.decode_rule
+    by_position: dict[int, Retention | None] = {}
+    by_score: dict[int, RuleSelections] = {}
+    for i in {rule for row in governed for rule in row if rule >= 0}:
+        if selects(policy.rules[i]) and not any(isinstance(t, All) for t in policy.rules[i].keep):
+            by_score[i] = RuleSelections(bound, i, phase)
+        else:
+            by_position[i] = asked(policy.rules[i])
+
+    def one(index: int, head: int, layer: AttentionLayer, rule: int) -> Retention:
+        if rule in by_score:
+            if layer.native_window_tokens is not None:
+                return intersect(EVERYTHING, layer)
+            chosen = by_score[rule].of((index, head))
+            return Retention(sink_tokens=0, recent_tokens=None, selection=chosen)
+        found = by_position[rule] if rule >= 0 else _asked(policy, rule, index, head)
+        return intersect(found or EVERYTHING, layer)
+
     return tuple(
-        tuple(
-            intersect((per_rule[r] if r >= 0 else _asked(policy, r, index, head)) or EVERYTHING, layer)
-            for head, r in enumerate(governed[index])
-        )
+        tuple(one(index, head, layer, rule) for head, rule in enumerate(governed[index]))
         for index, layer in enumerate(bound.model.layers)
     )
 
 
 def asked(rule: Rule) -> Retention | None:
-    """What a rule asks for, or None if it makes no sense (reported already)."""
+    """What a rule asks for by position, or None if it makes no sense (reported already)."""
     sink, recent = 0, 0
     for term in rule.keep:
         match term:
@@ -114,8 +125,10 @@ def asked(rule: Rule) -> Retention | None:
                 sink = max(sink, n)
             case Recent(tokens=n):
                 recent = max(recent, n)
+            case TopK() | TopP():
+                pass
             case _:
-                return None
+                assert_never(term)
     return Retention(sink_tokens=sink, recent_tokens=recent) if recent else None
 
 
@@ -129,33 +142,25 @@ def intersect(retention: Retention, layer: AttentionLayer) -> Retention:
 
 
 def within(inner: Retention, outer: Retention) -> bool:
-    """Whether `inner` keeps no row that `outer` drops, at any length."""
-    if outer.recent_tokens is None:
+    """Whether `inner` keeps no row by position that `outer` drops by position, at any length."""
+    if outer.recent_tokens is None or inner.selection is not None:
         return True
     if inner.recent_tokens is None:
         return False
     return inner.sink_tokens <= outer.sink_tokens and inner.recent_tokens <= outer.recent_tokens
 
 
-def words(retention: Retention) -> str:
-    """`sink 4, recent 1024`, for people."""
-    if retention.recent_tokens is None:
-        return "all"
-    sink = f"sink {retention.sink_tokens}, " if retention.sink_tokens else ""
-    return f"{sink}recent {retention.recent_tokens}"
-
-
 def _sound(policy: Policy, rule: int) -> bool:
     """Whether what governs a unit makes sense, i.e. was not reported: a broken table governs nothing."""
     if rule == NOTHING:
         return policy.windows is None
-    return rule == WINDOWS or asked(policy.rules[rule]) is not None
+    return rule == WINDOWS or selects(policy.rules[rule]) or asked(policy.rules[rule]) is not None
 
 
 def _asked(policy: Policy, rule: int, index: int, head: int) -> Retention | None:
     """What the governing rule asks of one unit."""
     if rule >= 0:
-        return asked(policy.rules[rule])
+        return None if selects(policy.rules[rule]) else asked(policy.rules[rule])
     if rule == NOTHING or policy.windows is None:
         return EVERYTHING
     assert rule == WINDOWS

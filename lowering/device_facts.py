@@ -52,3 +52,10 @@ _ALL = (
     _card("b200", "sm_100", 148, 180 * GB, 8 * TB, 126 * MIB, 227 * KIB),
 )
 DEVICES: dict[str, DeviceFacts] = {device.name: device for device in _ALL}
+
+UNKNOWN_MULTIPROCESSORS = 108  # of a card that the plan does not know: an A100's
+
+
+def multiprocessors(device: DeviceFacts) -> int:
+    """How many a device has, or is taken to have; a CPU has none."""
+    return 0 if device.kind == "cpu" else device.multiprocessors or UNKNOWN_MULTIPROCESSORS

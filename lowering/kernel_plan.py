@@ -1,14 +1,22 @@
-"""LayoutPlan -> KernelPlan: one implementation per op from the catalogue, and why not the others (KV5xx)."""
+"""LayoutPlan -> KernelPlan: an implementation per op and group of layers, and why not the others (KV5xx)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
-from kvir.kernels.catalog import CATALOG, OPS
-from kvir.lowering.device_facts import DEVICES
-from kvir.lowering.stages import KernelChoice, KernelPlan, LayoutPlan
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvir.kernels.catalog import ATTEND_OPS, CACHE_POSITIONS, COMPACT_ROWS, SELECT_OPS, Job, candidates
+from kvir.lowering.device_facts import DEVICES, DeviceFacts, multiprocessors
+from kvir.lowering.selections import tag
+from kvir.lowering.stages import KernelChoice, KernelPlan, LayoutPlan, MassAmount, Selection
 from kvir.policy_ir.diagnostic import Report
+from kvir.policy_ir.nodes import Rule, TopK, TopP
+from kvir.policy_ir.rules import Merge, PrefillChunk
+from kvir.policy_ir.scores import ScoreBase
 
 
 @dataclass(frozen=True)
@@ -26,7 +34,7 @@ class ChooseKernels:
                 help=f"known devices: {', '.join(DEVICES)}",
             )
             self.report.raise_if_errors()
-        choices = [choose(op, self.device, layout) for op in OPS]
+        choices = kernel_choices(layout, self.device)
         for choice in choices:
             if not choice.implementation:
                 reasons = "; ".join(f"`{name}` {reason}" for name, reason in choice.rejected)
@@ -36,20 +44,121 @@ class ChooseKernels:
                     None,
                     help="serve this model without `--kv-ir`, or choose another dtype or device",
                 )
-        return KernelPlan(layout=layout, device=self.device, choices=tuple(choices))
+        return KernelPlan(layout=layout, device=self.device, choices=choices)
 
 
-def choose(op: str, device: str, layout: LayoutPlan) -> KernelChoice:
-    """The first implementation of `op` that can run; an empty name if none can."""
-    chosen = ""
+def kernel_choices(layout: LayoutPlan, device: str) -> tuple[KernelChoice, ...]:
+    """What every op does in every layer; layers for which an op has the same job share a choice."""
+    return tuple(choice for op in (*ATTEND_OPS, *SELECT_OPS) for choice in _choices(op, layout, device))
+
+
+def _choices(op: str, layout: LayoutPlan, device: str) -> Iterator[KernelChoice]:
+    layers = layout.budgeted.bound.model.layers
+    by_job: dict[Job, KernelChoice] = {}
+    ids: dict[KernelChoice, list[int]] = {}
+    for index, layer in enumerate(layers):
+        job = layer_job(op, layout, index, DEVICES[device])
+        if job is not None:
+            if job not in by_job:
+                by_job[job] = choose(op, job)
+            choice = by_job[job]
+            ids.setdefault(choice, []).append(layer.layer_id)
+    for choice, chosen in ids.items():
+        yield choice if len(chosen) == len(layers) else replace(choice, layers=tuple(chosen))
+
+
+def choose(op: str, job: Job) -> KernelChoice:
+    """The first implementation of `op` that can do a job; an empty name if none can."""
+    chosen, built = "", True
     rejected: list[tuple[str, str]] = []
-    for x in CATALOG[op]:
-        needs = layout.budgeted.bound.model.needs if op.startswith("attend") else ()
-        reason = x.refusal(DEVICES[device].kind, layout.dtype, layout.head_dim, needs)
+    for x in candidates(op, job.device):
+        reason = x.refusal(job)
         if reason is None and chosen:
             reason = f"comes after `{chosen}`"
         if reason is None:
-            chosen = x.name
+            chosen, built = x.name, x.is_built_for(job)
         else:
             rejected.append((x.name, reason))
-    return KernelChoice(op=op, implementation=chosen, rejected=tuple(rejected))
+    return KernelChoice(op=op, implementation=chosen, rejected=tuple(rejected), built=built)
+
+
+# ---- jobs --------------------------------------------------------------------------------------------------
+
+
+def layer_job(op: str, layout: LayoutPlan, index: int, device: DeviceFacts) -> Job | None:
+    """What an op must do in the attention layer `index`; None if there is nothing to do."""
+    budgeted = layout.budgeted
+    prefill, decode = budgeted.prefill[index], budgeted.decode[index]
+    selections = [r.selection for r in (*prefill, *decode) if r.selection is not None]
+    if op in SELECT_OPS and not selections:
+        return None
+    lengths = windows = 1
+    needs: tuple[str, ...] = ()
+    if op == "attend_decode":
+        lengths = _lengths([(a.selection, b) for a, b in zip(prefill, decode, strict=True)], selections)
+        needs = _attend_needs(layout, index, selections)
+    elif op == "attend_extend":
+        windows = len(set(prefill))
+        chunked = [s for s in selections if any(isinstance(t, PrefillChunk) for t in s.triggers)]
+        lengths = _lengths([r.selection for r in prefill], chunked) if chunked else 1
+        needs = _attend_needs(layout, index, chunked)
+    elif op in SELECT_OPS:
+        rules = [budgeted.bound.verified.policy.rules[i] for i in sorted({s.rule for s in selections})]
+        needs = tuple(sorted({need for rule in rules for need in _select_needs(op, rule)}))
+    return Job(
+        device=device.kind,
+        dtype=layout.dtype,
+        head_dim=layout.head_dim,
+        group_heads=layout.query_heads // layout.kv_heads,
+        lengths=lengths,
+        windows=windows,
+        multiprocessors=multiprocessors(device),
+        needs=needs,
+    )
+
+
+def _lengths(kept: Sequence[object], selections: Sequence[Selection]) -> int:
+    """How many lengths the heads of a layer have; any number, where scores decide."""
+    open_ended = any(q.group > 1 or isinstance(q.amount, MassAmount) for s in selections for q in s.quotas)
+    return len(kept) if open_ended else len(set(kept))
+
+
+def _attend_needs(layout: LayoutPlan, index: int, selections: Sequence[Selection]) -> tuple[str, ...]:
+    bound = layout.budgeted.bound
+    governing = {*bound.prefill_rule[index], *bound.decode_rule[index]}
+    rotated = any(bound.verified.policy.rules[i].positions == "cache" for i in governing if i >= 0)
+    return (
+        *bound.model.needs,
+        *((COMPACT_ROWS,) if selections else ()),
+        *((CACHE_POSITIONS,) if rotated else ()),
+    )
+
+
+def _select_needs(op: str, rule: Rule) -> Iterator[str]:
+    """What a rule asks of `score`, `select` or `compact`."""
+    for term in rule.keep:
+        match op, term:
+            case "score", TopK() | TopP():
+                yield from _score_tags(term)
+            case "select", TopK():
+                yield f"top_k of a {term.scope}"
+                yield from (("tied rows",) if term.tie else ())
+                yield from (("blocks",) if term.block > 1 else ())
+            case "select", TopP():
+                yield "top_p"
+            case _:
+                pass
+    if op == "compact" and isinstance(rule.overflow, Merge):
+        yield "merge"
+
+
+def _score_tags(node: Struct) -> Iterator[str]:
+    """The scores that a term uses, those inside others too."""
+    if isinstance(node, ScoreBase):
+        yield tag(node)
+    for name in node.__struct_fields__:
+        value = getattr(node, name)
+        parts = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
+        for part in parts:
+            if isinstance(part, Struct):
+                yield from _score_tags(part)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from kvir.lowering.footprint import ceil_div, span_in
+from kvir.lowering.places import place
 from kvir.lowering.stages import (
     DTYPE_BYTES,
     AttentionLayer,
     BudgetedPolicy,
+    CompactClass,
     Dtype,
     LayoutPlan,
     ModelFacts,
@@ -18,6 +21,8 @@ from kvir.lowering.stages import (
     Retention,
 )
 from kvir.policy_ir.diagnostic import Report
+from kvir.policy_ir.nodes import Trigger
+from kvir.policy_ir.rules import PrefillChunk
 
 TABLE_ENTRY_BYTES = 4  # int32 head-page of one (logical page, unit)
 MAX_LOGICAL_RATIO = 64
@@ -43,6 +48,7 @@ class Layout:
             )
             self.report.raise_if_errors()
         self._one_shape(model)
+        self._one_dtype(budgeted)
         layer = model.layers[0]
         classes = residency_classes(budgeted, self.page_tokens)
         unit_count = sum(x.kv_heads for x in model.layers)
@@ -58,6 +64,7 @@ class Layout:
             head_page_bytes=head_page_bytes(self.page_tokens, layer.head_dim, self.dtype),
             table_bytes_per_page=TABLE_ENTRY_BYTES * unit_count,
             logical_ratio=logical_ratio(classes, unit_count),
+            compact=compact_classes(budgeted, self.page_tokens),
         )
 
     def _one_shape(self, model: ModelFacts) -> None:
@@ -78,6 +85,17 @@ class Layout:
                 )
                 return
 
+    def _one_dtype(self, budgeted: BudgetedPolicy) -> None:
+        for i, rule in enumerate(budgeted.bound.verified.policy.rules):
+            if rule.store not in ("auto", self.dtype):
+                self.report.error(
+                    "KV403",
+                    f"rules[{i}] stores rows as {rule.store}, and the cache is {self.dtype}: "
+                    f"kvir's one pool of head-pages needs one dtype (refused by `{self.name}`)",
+                    place(self.report, f"$.rules[{i}].store"),
+                    help="leave `store` out, and choose the dtype of the whole cache with `--dtype`",
+                )
+
 
 def head_page_bytes(page_tokens: int, head_dim: int, dtype: Dtype) -> int:
     """K and V of `page_tokens` rows of one unit."""
@@ -95,31 +113,49 @@ def page_span(retention: Retention, page_tokens: int) -> PageSpan:
 
 
 def residency_classes(budgeted: BudgetedPolicy, page_tokens: int) -> tuple[ResidencyClass, ...]:
-    """Units grouped by the pages they hold: full units first, then by descending window and sinks."""
-    units: dict[tuple[PageSpan, PageSpan], list[int]] = {}
-    spans: dict[Retention, PageSpan] = {}
-
-    def span(retention: Retention) -> PageSpan:
-        if retention not in spans:
-            spans[retention] = page_span(retention, page_tokens)
-        return spans[retention]
-
-    flat = (
-        (before, after)
-        for row, later in zip(budgeted.prefill, budgeted.decode, strict=True)
-        for before, after in zip(row, later, strict=True)
-    )
-    for unit, (before, after) in enumerate(flat):
-        units.setdefault((span(before), span(after)), []).append(unit)
+    """Units grouped by the pages they hold: full units first, then those that select, then by descending
+    window and sinks."""
+    units: dict[tuple[PageSpan, PageSpan, tuple[Trigger, ...]], list[int]] = {}
+    spans = _Spans(page_tokens)
+    for unit, (before, after) in enumerate(_flat(budgeted)):
+        units.setdefault((spans(before), spans(after), triggers(before, after)), []).append(unit)
     return tuple(
         ResidencyClass(
             sink_pages=prefill.sink_pages,
             window_pages=prefill.window_pages,
-            units=tuple(units[prefill, decode]),
+            units=tuple(units[prefill, decode, selects]),
             decode=None if decode == prefill else decode,
+            selects=selects,
         )
-        for prefill, decode in sorted(units, key=lambda pair: (_rank(pair[0]), _rank(pair[1])))
+        for prefill, decode, selects in sorted(
+            units, key=lambda key: (_rank(key[0]), _rank(key[1]), bool(key[2]), units[key][0])
+        )
     )
+
+
+def compact_classes(budgeted: BudgetedPolicy, page_tokens: int) -> tuple[CompactClass, ...]:
+    """Units that select, grouped by equal retentions, in the order of their first unit."""
+    units: dict[tuple[Retention, Retention], list[int]] = {}
+    for unit, (before, after) in enumerate(_flat(budgeted)):
+        if triggers(before, after):
+            units.setdefault((before, after), []).append(unit)
+    spans = _Spans(page_tokens)
+    return tuple(
+        CompactClass(
+            prefill=before,
+            decode=after,
+            prefill_span=spans(before),
+            decode_span=spans(after),
+            units=tuple(members),
+        )
+        for (before, after), members in units.items()
+    )
+
+
+def triggers(before: Retention, after: Retention) -> tuple[Trigger, ...]:
+    """When a unit selects, in prefill and in decode."""
+    selections = (r.selection for r in (before, after) if r.selection is not None)
+    return tuple(trigger for selection in selections for trigger in selection.triggers)
 
 
 def logical_ratio(classes: tuple[ResidencyClass, ...], unit_count: int) -> int:
@@ -127,12 +163,36 @@ def logical_ratio(classes: tuple[ResidencyClass, ...], unit_count: int) -> int:
     everything.
 
     What stays as sequences grow is the share of full units, so that is the limit; without any, a cap keeps
-    the residency table small.
+    the residency table small.  Units that select drop a prompt when it is done; where all do, nothing holds
+    its logical pages any longer, but while it is read it is there in full, unless it goes chunk by chunk.
     """
-    full_units = sum(len(c.units) for c in classes if span_in(c, "decode").window_pages is None)
+    by_position = [c for c in classes if not c.selects]
+    if not by_position:
+        chunked = all(any(isinstance(t, PrefillChunk) for t in c.selects) for c in classes)
+        return MAX_LOGICAL_RATIO if chunked else 1
+    full_units = sum(len(c.units) for c in by_position if span_in(c, "decode").window_pages is None)
     if not full_units:
         return MAX_LOGICAL_RATIO
     return min(MAX_LOGICAL_RATIO, ceil_div(unit_count, full_units))
+
+
+class _Spans:
+    """Page spans of retentions, each computed once."""
+
+    def __init__(self, page_tokens: int) -> None:
+        self._page_tokens = page_tokens
+        self._known: dict[Retention, PageSpan] = {}
+
+    def __call__(self, retention: Retention) -> PageSpan:
+        if retention not in self._known:
+            self._known[retention] = page_span(retention, self._page_tokens)
+        return self._known[retention]
+
+
+def _flat(budgeted: BudgetedPolicy) -> Iterator[tuple[Retention, Retention]]:
+    """(in prefill, in decode) of every unit, in order."""
+    for row, later in zip(budgeted.prefill, budgeted.decode, strict=True):
+        yield from zip(row, later, strict=True)
 
 
 def _rank(span: PageSpan) -> tuple[bool, int, int]:

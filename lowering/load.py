@@ -9,6 +9,7 @@ from kvir.lowering import plan_file
 from kvir.lowering.model_facts import load_model
 from kvir.lowering.pipeline import lower
 from kvir.lowering.stages import Dtype, ExecutionPlan
+from kvir.lowering.unsupported import refuse, unsupported_by_runtime
 from kvir.policy_ir.diagnostic import PolicyError, Report
 from kvir.policy_ir.parse import read
 from kvir.policy_ir.source import Source
@@ -29,7 +30,9 @@ def plan_for_server(
     A report with warnings only is appended to `warnings`.
 
     Raises:
-        PolicyError: its text names everything that is wrong with the policy, the plan, or the model folder.
+        PolicyError: its text names everything that is wrong with the policy, the plan, or the model folder,
+        or
+            what the runtime does not execute.
     """
     name = os.fspath(path)
     model = load_model(model_dir)
@@ -51,11 +54,15 @@ def plan_for_server(
                 help=f"lower the policy again with `--page-tokens {page_tokens}`",
             )
             raise PolicyError(report)
+        refuse(unsupported_by_runtime(plan), report)
+        report.raise_if_errors()
         return plan
     policy, report, _ = read(data, name)
     if policy is None:
         raise PolicyError(report)
     plan = lower(policy, model, dtype=dtype, device=device, page_tokens=page_tokens, report=report)
+    refuse(unsupported_by_runtime(plan), report)
+    report.raise_if_errors()
     if warnings is not None and len(report):
         warnings.append(report)
     return plan

@@ -29,12 +29,7 @@ class _Head(msgspec.Struct, frozen=True):
 
 def encode(plan: ExecutionPlan) -> bytes:
     """The plan as JSON: equal plans give equal bytes."""
-    return encode_stage(plan)
-
-
-def encode_stage(stage: spec.AnyStage) -> bytes:
-    """Any stage as JSON, for inspection; only plans are read back."""
-    return msgspec.json.format(msgspec.json.encode(stage, order="deterministic"), indent=1) + b"\n"
+    return msgspec.json.format(msgspec.json.encode(plan, order="deterministic"), indent=1) + b"\n"
 
 
 def save(plan: ExecutionPlan, path: str | os.PathLike[str]) -> None:

@@ -12,8 +12,10 @@ from typing import ClassVar
 
 from kvir.lowering.places import NOTHING, WINDOWS, place, rule_place
 from kvir.lowering.stages import BoundPolicy, ModelFacts, VerifiedPolicy
-from kvir.policy_ir.diagnostic import Report
-from kvir.policy_ir.nodes import PHASES, IndexSet, Phase, Policy, Rule, Windows
+from kvir.policy_ir.budgets import PerHead, PerLayer
+from kvir.policy_ir.diagnostic import Diagnostic, Report
+from kvir.policy_ir.nodes import PHASES, IndexSet, Phase, Policy, Rule, TopK, Windows
+from kvir.policy_ir.source import Source
 
 Governing = tuple[tuple[int, ...], ...]  # [layer_index][kv_head]
 
@@ -33,6 +35,9 @@ class Resolve:
         for i, rule in enumerate(policy.rules):
             self._range(rule.layers, self.model.layer_count, "layer", f"$.rules[{i}].layers")
             self._range(rule.heads, kv_heads, "KV head", f"$.rules[{i}].heads")
+            for j, term in enumerate(rule.keep):
+                if isinstance(term, TopK):
+                    self._budget(term, f"$.rules[{i}].keep[{j}].budget")
         prefill, decode = (governing(policy, self.model, phase) for phase in PHASES)
         if not self.report.error_count:
             self._unused(policy, {r for table in (prefill, decode) for row in table for r in row})
@@ -87,6 +92,31 @@ class Resolve:
                 help="each row needs one window per KV head; was it calibrated for another model?",
             )
 
+    def _budget(self, term: TopK, path: str) -> None:
+        match term.budget:
+            case PerLayer(tokens=rows):
+                heads = None
+            case PerHead(table=rows):
+                # rows of different length, or none, are reported by `verify`
+                heads = len(rows[0]) if rows and len({len(row) for row in rows}) == 1 else None
+            case _:
+                return
+        layers, kv_heads = len(self.model.layers), {layer.kv_heads for layer in self.model.layers}
+        if rows and len(rows) != layers:
+            self.report.error(
+                "KV209",
+                f"the budget table has {len(rows)} rows, the model has {layers} layers with a KV cache",
+                place(self.report, path),
+                help="the table needs one row per layer; was it made for another model?",
+            )
+        elif heads and heads not in kv_heads:
+            self.report.error(
+                "KV209",
+                f"the budget table has {heads} figures per layer, the model has {max(kv_heads)} KV heads",
+                place(self.report, path),
+                help="each row needs one figure per KV head; was it made for another model?",
+            )
+
     def _range(self, indices: IndexSet | None, count: int, word: str, path: str) -> None:
         for i, r in enumerate(indices or ()):
             if max(r.first, r.last) >= count:
@@ -112,6 +142,14 @@ class Resolve:
                 rule_place(self.report, i),
                 help="later rules override earlier ones: put the general rule first, or delete this one",
             )
+
+
+def bound_errors(verified: VerifiedPolicy, model: ModelFacts) -> list[str]:
+    """The errors that `Resolve` would report, as one line each."""
+    report = Report(Source(verified.policy.name, ""))
+    Resolve(model, report)(verified)
+    found: list[Diagnostic] = [d for d in report if d.severity == "error"]
+    return [d.message for d in found]
 
 
 def governing(policy: Policy, model: ModelFacts, phase: Phase) -> Governing:

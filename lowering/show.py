@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from kvir.lowering import footprint
-from kvir.lowering.budget import words
 from kvir.lowering.device_facts import DeviceFacts
 from kvir.lowering.footprint import LayerCost
 from kvir.lowering.places import ranges
+from kvir.lowering.show_selections import fits, prompts, row_words, selections
+from kvir.lowering.show_table import figures
+from kvir.lowering.stage_words import words
 from kvir.lowering.stages import LayoutPlan, Retention
 from kvir.lowering.tensor_parallel import rank_layout
 from kvir.lowering.units import human_bytes
@@ -50,7 +51,11 @@ def show(
     console.print(_layers(layout))
     if any(c.window_pages is not None for c in layout.classes):
         console.print(_classes(layout))
-    console.print(_requests(layout, lengths, device))
+    if layout.compact:
+        console.print(selections(layout, lengths))
+        console.print(prompts(layout, lengths, device))
+    else:
+        console.print(_requests(layout, lengths, device))
     fullest = layout
     if rank_count > 1:
         ranks = [rank_layout(layout, rank_count, rank) for rank in range(rank_count)]
@@ -60,25 +65,20 @@ def show(
         console.print(_capacity(fullest, memory_bytes, lengths))
 
 
-def _table(title: str, *columns: str) -> Table:
-    """A table whose first column is text and whose others are figures, unless the name starts with `<`."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, column in enumerate(columns):
-        left = i == 0 or column.startswith("<")
-        table.add_column(column.removeprefix("<"), justify="left" if left else "right", overflow="fold")
-    return table
-
-
 def _layers(layout: LayoutPlan) -> Table:
     """Consecutive layers that keep the same share a row; figures are of one layer."""
     budgeted, costs = layout.budgeted, footprint.layer_costs(layout)
-    layers = budgeted.bound.model.layers
-    table = _table("Layers (figures of each one)", "layers", "<keep", "bytes/token", "windows hold")
+    layers, context = budgeted.bound.model.layers, budgeted.bound.model.context_tokens
+    if layout.compact:
+        title = "Layers (figures of each one, when its selections are done)"
+        table = figures(title, "layers", "<keep", "per new token", "and besides")
+    else:
+        table = figures("Layers (figures of each one)", "layers", "<keep", "bytes/token", "windows hold")
     rows: list[tuple[list[int], tuple[str, LayerCost]]] = []
     for i, cost in enumerate(costs):
-        keep = _row_words(budgeted.prefill[i])
+        keep = _row_words(budgeted.prefill[i], context)
         if budgeted.decode[i] != budgeted.prefill[i]:
-            keep = f"prefill {keep}\ndecode {_row_words(budgeted.decode[i])}"
+            keep = f"prefill {keep}\ndecode {_row_words(budgeted.decode[i], context)}"
         if rows and rows[-1][1] == (keep, cost):
             rows[-1][0].append(layers[i].layer_id)
         else:
@@ -98,8 +98,10 @@ def _layers(layout: LayoutPlan) -> Table:
     return table
 
 
-def _row_words(row: Sequence[Retention]) -> str:
+def _row_words(row: Sequence[Retention], context: int) -> str:
     """What the heads of one layer keep: each alike group if there are two at most, else counts and bounds."""
+    if (by_score := row_words(row, context)) is not None:
+        return by_score
     groups: dict[Retention, list[int]] = {}
     for head, retention in enumerate(row):
         groups.setdefault(retention, []).append(head)
@@ -115,7 +117,7 @@ def _row_words(row: Sequence[Retention]) -> str:
 
 
 def _classes(layout: LayoutPlan) -> Table:
-    table = _table(
+    table = figures(
         "Residency classes", "class", "units", "sink pages", "window pages", "in decode", "holds at most"
     )
     for i, c in enumerate(layout.classes[:MAX_CLASSES]):
@@ -128,7 +130,9 @@ def _classes(layout: LayoutPlan) -> Table:
             "-" if pages is None else f"{span.sink_pages:,}",
             "all" if pages is None else f"{span.window_pages:,}",
             decode,
-            "every row" if pages is None else f"{pages * layout.page_tokens:,} rows",
+            f"every row{' until selected' if c.selects else ''}"
+            if pages is None
+            else f"{pages * layout.page_tokens:,} rows",
         )
     hidden = layout.classes[MAX_CLASSES:]
     if hidden:
@@ -145,7 +149,7 @@ def _requests(layout: LayoutPlan, lengths: Sequence[int], device: DeviceFacts | 
         columns.insert(1, "in decode")
     if rate is not None:
         columns.append("read")
-    table = _table("One request", *columns)
+    table = figures("One request", *columns)
     for n in lengths:
         full, peak = footprint.full_bytes(layout, n), footprint.peak_bytes(layout, n)
         resident = footprint.resident_bytes(layout, n)
@@ -160,7 +164,7 @@ def _requests(layout: LayoutPlan, lengths: Sequence[int], device: DeviceFacts | 
 
 
 def _ranks(ranks: Sequence[LayoutPlan], n: int) -> Table:
-    table = _table(
+    table = figures(
         f"Over {len(ranks)} ranks", "rank", "units", "bytes/token", "windows hold", f"at {n:,} tokens"
     )
     for i, rank in enumerate(ranks):
@@ -179,7 +183,7 @@ def _capacity(layout: LayoutPlan, memory_bytes: int, lengths: Sequence[int]) -> 
     pool = footprint.pool_size(layout, memory_bytes)
     context = layout.budgeted.bound.model.context_tokens
     table_bytes = pool.logical_pages * layout.table_bytes_per_page
-    table = _table(
+    table = figures(
         f"In {human_bytes(memory_bytes)}, {human_bytes(table_bytes)} of it page table",
         "requests at once",
         "this plan",
@@ -188,9 +192,12 @@ def _capacity(layout: LayoutPlan, memory_bytes: int, lengths: Sequence[int]) -> 
     )
     full_pages = memory_bytes // (layout.unit_count * layout.head_page_bytes)  # full KV needs no page table
     for n in lengths:
-        fits = footprint.concurrency(layout, n, memory_bytes)
         full = full_pages // footprint.ceil_div(n, layout.page_tokens)
-        table.add_row(f"of {n:,} tokens", f"{fits:,}", f"{full:,}", f"{fits / full:.2f}x" if full else "-")
+        if layout.compact:
+            fits(layout, table, n, memory_bytes, full)
+            continue
+        count = footprint.concurrency(layout, n, memory_bytes)
+        table.add_row(f"of {n:,} tokens", f"{count:,}", f"{full:,}", f"{count / full:.2f}x" if full else "-")
     longest, full_longest = footprint.longest_context(layout, memory_bytes), full_pages * layout.page_tokens
     table.add_section()
     table.add_row(

@@ -11,22 +11,21 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from kvir import __version__
-from kvir.kernels.catalog import OPS
 from kvir.lowering.budget import retentions, within
 from kvir.lowering.device_facts import DEVICES
-from kvir.lowering.executable import unexecuted
 from kvir.lowering.graph_buckets import decode_buckets
-from kvir.lowering.kernel_plan import choose
+from kvir.lowering.kernel_plan import kernel_choices
 from kvir.lowering.layout import (
     MAX_PAGE_TOKENS,
     TABLE_ENTRY_BYTES,
+    compact_classes,
     head_page_bytes,
     logical_ratio,
     residency_classes,
 )
 from kvir.lowering.model_facts import facts_errors
 from kvir.lowering.plan_fingerprint import PLAN_FORMAT, plan_fingerprint
-from kvir.lowering.resolve import governing
+from kvir.lowering.resolve import bound_errors, governing
 from kvir.lowering.stages import (
     BoundPolicy,
     BudgetedPolicy,
@@ -65,11 +64,25 @@ def broken(stage: AnyStage) -> list[str]:
             assert_never(stage)
 
 
-def every_stage(plan: ExecutionPlan) -> tuple[AnyStage, ...]:
-    """All stages of a plan, in the order of lowering."""
-    bound = plan.budgeted.bound
-    kernels = plan.buckets.kernels
-    return (bound.verified, bound, plan.budgeted, plan.layout, kernels, plan.buckets, plan)
+def every_stage(stage: AnyStage) -> tuple[AnyStage, ...]:
+    """All stages inside a stage and itself, in the order of lowering."""
+    match stage:
+        case VerifiedPolicy():
+            return (stage,)
+        case BoundPolicy():
+            return (*every_stage(stage.verified), stage)
+        case BudgetedPolicy():
+            return (*every_stage(stage.bound), stage)
+        case LayoutPlan():
+            return (*every_stage(stage.budgeted), stage)
+        case KernelPlan():
+            return (*every_stage(stage.layout), stage)
+        case GraphBuckets():
+            return (*every_stage(stage.kernels), stage)
+        case ExecutionPlan():
+            return (*every_stage(stage.buckets), stage)
+        case _:
+            assert_never(stage)
 
 
 def _verified(stage: VerifiedPolicy) -> Iterator[str]:
@@ -81,6 +94,7 @@ def _verified(stage: VerifiedPolicy) -> Iterator[str]:
 
 def _bound(stage: BoundPolicy) -> Iterator[str]:
     yield from facts_errors(stage.model)
+    yield from bound_errors(stage.verified, stage.model)
     policy = stage.verified.policy
     for phase, table in zip(PHASES, (stage.prefill_rule, stage.decode_rule), strict=True):
         if table != governing(policy, stage.model, phase):
@@ -89,13 +103,8 @@ def _bound(stage: BoundPolicy) -> Iterator[str]:
 
 def _budgeted(stage: BudgetedPolicy) -> Iterator[str]:
     bound = stage.bound
-    for word, path in unexecuted(bound.verified.policy):
-        yield f"the runtime cannot execute `{word}` at {path}"
-    for phase, have, governed in (
-        ("prefill", stage.prefill, bound.prefill_rule),
-        ("decode", stage.decode, bound.decode_rule),
-    ):
-        if have != retentions(bound, governed):
+    for phase, have in zip(PHASES, (stage.prefill, stage.decode), strict=True):
+        if have != retentions(bound, phase):
             yield f"retentions of {phase} are not what the governing rules ask for"
     for before, after in zip(stage.prefill, stage.decode, strict=True):
         if not all(within(a, b) for a, b in zip(after, before, strict=True)):
@@ -123,13 +132,17 @@ def _layout(stage: LayoutPlan) -> Iterator[str]:
         yield "table_bytes_per_page is not one entry per unit"
     if stage.logical_ratio != logical_ratio(stage.classes, stage.unit_count):
         yield "logical_ratio does not follow from the full units"
+    if any(rule.store not in ("auto", stage.dtype) for rule in stage.budgeted.bound.verified.policy.rules):
+        yield "a rule stores rows in another dtype than the cache's"
+    if stage.compact != compact_classes(stage.budgeted, stage.page_tokens):
+        yield "compact classes do not group the units that select"
 
 
 def _kernels(stage: KernelPlan) -> Iterator[str]:
     if stage.device not in DEVICES:
         yield f"unknown device `{stage.device}`"
         return
-    if stage.choices != tuple(choose(op, stage.device, stage.layout) for op in OPS):
+    if stage.choices != kernel_choices(stage.layout, stage.device):
         yield "choices do not follow from the kernel catalogue"
     if not all(c.implementation for c in stage.choices):
         yield "an op has no implementation"

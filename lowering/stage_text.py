@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar, assert_never
 
-from kvir.lowering.budget import words
 from kvir.lowering.places import ranges, rule_name
 from kvir.lowering.spec import AnyStage
+from kvir.lowering.stage_words import span_words, trigger_words, words
 from kvir.lowering.stages import (
     BoundPolicy,
     BudgetedPolicy,
@@ -16,7 +16,6 @@ from kvir.lowering.stages import (
     KernelPlan,
     LayoutPlan,
     ModelFacts,
-    PageSpan,
     VerifiedPolicy,
 )
 from kvir.policy_ir.printer import print_policy
@@ -71,12 +70,6 @@ def class_units(layout: LayoutPlan, units: Sequence[int]) -> Iterator[str]:
     return (where for where, inside in unit_groups(model, table) if inside)
 
 
-def span_words(span: PageSpan) -> str:
-    if span.window_pages is None:
-        return "every page"
-    return f"{span.sink_pages} sink + {span.window_pages} window pages"
-
-
 def _by_phase(
     model: ModelFacts, prefill: Sequence[Sequence[T]], decode: Sequence[Sequence[T]], name: Callable[[T], str]
 ) -> Iterator[str]:
@@ -96,7 +89,13 @@ def _layout(layout: LayoutPlan) -> Iterator[str]:
     yield f"logical ratio: {layout.logical_ratio}"
     for i, c in enumerate(layout.classes):
         decode = f"; in decode {span_words(c.decode)}" if c.decode is not None else ""
-        yield f"class {i}: {len(c.units)} units, {span_words(c.prefill)}{decode}"
+        selects = f"; selects {' and '.join(map(trigger_words, c.selects))}" if c.selects else ""
+        yield f"class {i}: {len(c.units)} units, {span_words(c.prefill)}{decode}{selects}"
+        for where in class_units(layout, c.units):
+            yield f"  {where}"
+    for i, c in enumerate(layout.compact):
+        found = [words(r) for r in (c.prefill, c.decode) if r.selection is not None]
+        yield f"compact class {i}: {len(c.units)} units, {'; '.join(found)}"
         for where in class_units(layout, c.units):
             yield f"  {where}"
 
@@ -111,4 +110,6 @@ def _buckets(buckets: GraphBuckets) -> Iterator[str]:
 def _kernels(kernels: KernelPlan) -> Iterator[str]:
     for choice in kernels.choices:
         rejected = "; ".join(f"`{name}` {reason}" for name, reason in choice.rejected)
-        yield f"{choice.op}: {choice.implementation}" + (f" ({rejected})" if rejected else "")
+        where = "" if choice.layers is None else f", layers {ranges(choice.layers)}"
+        built = "" if choice.built else ", not built yet"
+        yield f"{choice.op}{where}: {choice.implementation}{built}" + (f" ({rejected})" if rejected else "")

@@ -16,7 +16,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from kvir.policy_ir.nodes import Policy
+from kvir.policy_ir.budgets import Rounding
+from kvir.policy_ir.nodes import Policy, Region, Safeguard, Trigger
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -52,6 +53,83 @@ class ModelFacts(Stage, frozen=True, kw_only=True):
     needs: tuple[str, ...] = ()  # what attention needs beyond a causal softmax; see kernels/catalog.py
 
 
+# ---- how many rows a score keeps ---------------------------------------------------------------------------
+
+
+class RowsAmount(Stage, frozen=True, kw_only=True, tag="rows"):
+    """The same at every length."""
+
+    rows: int
+
+
+class ShareAmount(Stage, frozen=True, kw_only=True, tag="share"):
+    """A share of the sequence when the selection runs, or of its prompt; exact decimal arithmetic."""
+
+    share: float
+    of: Literal["sequence", "prompt"]
+    rounding: Rounding
+
+
+class TotalAmount(Stage, frozen=True, kw_only=True, tag="total"):
+    """Rows of all units together that compete."""
+
+    rows: int
+
+
+class RampAmount(Stage, frozen=True, kw_only=True, omit_defaults=True, tag="ramp"):
+    """The figure of layer `index` of `count` on a line whose mean is `mean` (`policy_ir.budgets.Ramp`)."""
+
+    mean: int
+    ratio: int
+    arithmetic: Literal["integer", "real"]
+    index: int
+    count: int
+    rounding: Rounding = "down"
+    line: Literal["selected", "kept"] = "selected"
+
+
+class MassAmount(Stage, frozen=True, kw_only=True, tag="mass"):
+    """As many as hold a share of a distribution: known when the scores are."""
+
+    mass: float
+
+
+Amount = RowsAmount | ShareAmount | TotalAmount | RampAmount | MassAmount
+
+
+class Quota(Stage, frozen=True, kw_only=True, omit_defaults=True):
+    """How many rows one term by score keeps in one unit; `quota.py` does the arithmetic.
+
+    `amount` is per unit, or on average over the `group` units that compete for rows over `scope`.  `inside`
+    rows of the other terms count as part of it.  `floor`, `cap` and `safeguard` bound one unit.
+    """
+
+    by: str  # tag of the score that ranks the rows
+    amount: Amount
+    of: str | None = None  # tag of the score whose mass is meant, if another
+    inside: int = 0
+    scope: Literal["head", "layer", "model"] = "head"
+    group: int = 1
+    floor: int = 0
+    cap: int | None = None
+    safeguard: Safeguard | None = None
+    block: int = 1
+
+
+class Selection(Stage, frozen=True, kw_only=True, omit_defaults=True):
+    """What one phase does to a unit when a trigger fires: rows outside the terms of rule `rule` go.
+
+    Until then, and between triggers, every row stays.
+    """
+
+    rule: int  # index in `policy.rules`, which has the scores in full
+    triggers: tuple[Trigger, ...]  # those of the phase
+    quotas: tuple[Quota, ...]  # one per term by score, in the order of the rule
+    sink_tokens: int = 0
+    recent_tokens: int = 0
+    region: Region = "all"  # the rows that may go
+
+
 # ---- stages ------------------------------------------------------------------------------------------------
 
 
@@ -61,11 +139,16 @@ class VerifiedPolicy(Stage, frozen=True, kw_only=True):
     policy: Policy
 
 
-class Retention(Stage, frozen=True, kw_only=True):
-    """A static retention: rows [0, sink_tokens) and the last `recent_tokens`; None keeps every row."""
+class Retention(Stage, frozen=True, kw_only=True, omit_defaults=True):
+    """What a unit keeps in one phase.
+
+    By position: rows [0, sink_tokens) and the last `recent_tokens`; None keeps every row.  A unit with a
+    `selection` keeps every row by position, and loses rows when its triggers fire.
+    """
 
     sink_tokens: int
     recent_tokens: int | None
+    selection: Selection | None = None
 
 
 class BoundPolicy(Stage, frozen=True, kw_only=True):
@@ -95,26 +178,38 @@ class PageSpan(Stage, frozen=True, kw_only=True):
     window_pages: int | None  # None: every page stays
 
 
-class ResidencyClass(Stage, frozen=True, kw_only=True):
+class ResidencyClass(Stage, frozen=True, kw_only=True, omit_defaults=True):
     """Units whose head-pages live and die together.
 
     Windows that differ by less than a page share a class; the exact bound is in `Retention`.  `sink_pages`
     and `window_pages` are the span during prefill, and during decode too unless `decode` says that less is
-    enough then.
+    enough then.  Units that select at the same moments lose their pages at the same moments.
     """
 
     sink_pages: int
     window_pages: int | None  # None: every page stays
     units: tuple[int, ...]
-    decode: PageSpan | None = None  # None: as in prefill
+    decode: PageSpan | None  # None: as in prefill
+    selects: tuple[Trigger, ...] = ()  # when rows move to compact pages, in either phase
 
     @property
     def prefill(self) -> PageSpan:
         return PageSpan(sink_pages=self.sink_pages, window_pages=self.window_pages)
 
 
-class LayoutPlan(Stage, frozen=True, kw_only=True):
-    """Where rows live, and what it costs, exactly."""
+class CompactClass(Stage, frozen=True, kw_only=True):
+    """Units that select alike.  Their rows by position follow their residency class; what a selection leaves
+    lies in compact head-pages of the request, as many as `course.py` says."""
+
+    prefill: Retention
+    decode: Retention
+    prefill_span: PageSpan
+    decode_span: PageSpan
+    units: tuple[int, ...]
+
+
+class LayoutPlan(Stage, frozen=True, kw_only=True, omit_defaults=True):
+    """Where rows live, and what it costs: exactly, but for selections whose counts the scores decide."""
 
     budgeted: BudgetedPolicy
     page_tokens: int
@@ -127,14 +222,17 @@ class LayoutPlan(Stage, frozen=True, kw_only=True):
     head_page_bytes: int  # K and V of `page_tokens` rows of one unit
     table_bytes_per_page: int  # the residency table's cost of one logical page
     logical_ratio: int  # logical tokens per full-KV token of the pool
+    compact: tuple[CompactClass, ...] = ()  # a partition of the units that select by score
 
 
-class KernelChoice(Stage, frozen=True, kw_only=True):
-    """The implementation of one op, and why the others were not taken."""
+class KernelChoice(Stage, frozen=True, kw_only=True, omit_defaults=True):
+    """The implementation of one op in some layers, and why the others were not taken."""
 
     op: str
     implementation: str
-    rejected: tuple[tuple[str, str], ...] = ()  # (implementation, reason)
+    rejected: tuple[tuple[str, str], ...]  # (implementation, reason)
+    layers: tuple[int, ...] | None = None  # layer ids; None: every layer with a KV cache
+    built: bool = True  # false: data for the planner; this version of kvir has no such kernel
 
 
 class KernelPlan(Stage, frozen=True, kw_only=True):

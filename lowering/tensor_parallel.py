@@ -6,9 +6,13 @@ each: N / H ranks hold the same one.  Ranks share the logical tokens, so the ful
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from msgspec.structs import replace
 
-from kvir.lowering.stages import LayoutPlan, ResidencyClass
+from kvir.lowering.stages import CompactClass, LayoutPlan, ResidencyClass
+
+C = TypeVar("C", CompactClass, ResidencyClass)
 
 
 def rank_heads(kv_heads: int, rank_count: int, rank: int) -> range:
@@ -33,7 +37,7 @@ def rank_layout(layout: LayoutPlan, rank_count: int, rank: int) -> LayoutPlan:
     if layout.query_heads % rank_count:
         raise ValueError(f"{layout.query_heads} query heads do not divide over {rank_count} ranks")
 
-    def own(c: ResidencyClass) -> ResidencyClass:
+    def own(c: C) -> C:
         split = (divmod(unit, layout.kv_heads) for unit in c.units)
         return replace(c, units=tuple(i * len(heads) + h - heads.start for i, h in split if h in heads))
 
@@ -45,5 +49,6 @@ def rank_layout(layout: LayoutPlan, rank_count: int, rank: int) -> LayoutPlan:
         query_heads=layout.query_heads // rank_count,
         unit_count=unit_count,
         classes=tuple(c for c in map(own, layout.classes) if c.units),
+        compact=tuple(c for c in map(own, layout.compact) if c.units),
         table_bytes_per_page=layout.table_bytes_per_page * unit_count // layout.unit_count,
     )

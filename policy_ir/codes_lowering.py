@@ -70,6 +70,14 @@ LOWERING: dict[str, Code] = {
         "- {layers: 0..3, keep: all}\n- keep: [{recent: 64}]",
         "- keep: [{recent: 64}]\n- {layers: 0..3, keep: all}",
     ),
+    "KV209": Code(
+        "the budget table does not fit the model",
+        "`per_layer` or `per_head` has another number of rows or columns than the model has layers with a KV"
+        " cache and KV heads.",
+        "Each figure belongs to one layer or unit.",
+        "per_layer: [512, 256]       # of a model with 30 layers",
+        "per_layer: [512, 256, ...]  # 30 figures",
+    ),
     "KV301": Code(
         "decode keeps what prefill dropped",
         "For some unit the decode rule keeps rows that the prefill rule did not.",
@@ -84,12 +92,43 @@ LOWERING: dict[str, Code] = {
         "- keep: [{sink: 4}, {recent: 64}]          # layer 0 slides by itself",
         "- {layers: 5, keep: [{sink: 4}, {recent: 64}]}",
     ),
+    "KV303": Code(
+        "a selection in a layer with a window of its own",
+        "A rule selects by score in a layer whose model has a sliding window. A warning.",
+        "Rows leave such a layer by themselves, so it keeps its window and nothing is selected.",
+        "- keep: [{recent: 32}, {top_k: {tokens: 512, by: attention}}]   # layer 0 slides by itself",
+        "- {layers: 5, keep: [{recent: 32}, {top_k: {tokens: 512, by: attention}}]}",
+    ),
+    "KV304": Code(
+        "a budget that the other terms fill",
+        "With `counts: kept`, a figure of a table or a shared total is no larger than what the terms by"
+        " position keep. A warning.",
+        "Nothing is left to select in that unit: it keeps its sinks and its window.",
+        "keep: [{recent: 32}, {top_k: {per_head: [[512, 16]], by: attention, counts: kept}}]",
+        "keep: [{recent: 32}, {top_k: {per_head: [[512, 64]], by: attention, counts: kept}}]",
+    ),
+    "KV305": Code(
+        "longer than the context",
+        "A window or a budget is longer than the longest sequence that the model takes. A warning.",
+        "It keeps everything, which is rarely what was meant.",
+        "keep: [{sink: 4}, {recent: 200000}]   # of a model with 131,072 tokens of context",
+        "keep: all",
+    ),
     "KV310": Code(
         "not executed yet",
-        "The language knows the term or field, the runtime does not execute it yet.",
+        "The language says it and lowering plans it; the runtime of this version does not execute it. An"
+        " error when a server starts, a warning of `kvir check --model`.",
         "A policy that is served must do what it says.",
         "keep: [{top_k: {tokens: 512, by: key_norm}}]",
         "keep: [{sink: 4}, {recent: 512}]",
+    ),
+    "KV311": Code(
+        "a model that is not served yet",
+        "The model has layers without a KV cache, which the runtime of this version does not serve. An error"
+        " when a server starts, a warning of `kvir check --model`.",
+        "Their recurrent state would have to be kept beside the pool.",
+        "--model-path ./qwen3-next --kv-ir chat.ir",
+        "kvir show chat.ir --model ./qwen3-next",
     ),
     "KV401": Code(
         "layers of different shape",
@@ -105,12 +144,19 @@ LOWERING: dict[str, Code] = {
         "kvir lower chat.ir --page-tokens 12",
         "kvir lower chat.ir --page-tokens 16",
     ),
+    "KV403": Code(
+        "rows stored in another dtype",
+        "`store` names a dtype that is not the cache's.",
+        "All units share one pool of head-pages, which has one dtype.",
+        "- {layers: 8..31, keep: all, store: fp8_e4m3}",
+        "kvir lower chat.ir --dtype bfloat16",
+    ),
     "KV501": Code(
         "no kernel",
         "No implementation of an operation can run this model on this device; the message says why for each.",
         "A server without that operation could not answer.",
-        "kvir lower chat.ir --device cuda     # the model needs a feature that no CUDA kernel has",
-        "kvir lower chat.ir --device cpu",
+        "kvir lower chat.ir --device cpu --model ./gpt-oss     # needs a feature that no CPU kernel has",
+        "kvir lower chat.ir --device h200 --model ./gpt-oss",
     ),
     "KV502": Code(
         "unknown device",
@@ -119,11 +165,18 @@ LOWERING: dict[str, Code] = {
         "kvir lower chat.ir --device npu",
         "kvir lower chat.ir --device cpu",
     ),
+    "KV503": Code(
+        "kernels that are not built yet",
+        "The plan needs kernels that this version of kvir knows as data only.",
+        "`kvir show` and `kvir lower` plan with them; a server could not run them.",
+        "--device cuda --kv-ir chat.ir",
+        "--device cpu --kv-ir chat.ir",
+    ),
     "KV601": Code(
         "not a plan",
-        "The file cannot be read, is too large, or is not a plan that kvir wrote.",
+        "The file cannot be read, is too large, or is not a plan, or stage of one, that kvir wrote.",
         "A damaged plan must not reach a server.",
-        "kvir explain chat.ir --plan notes.txt",
+        "kvir show notes.json",
         "kvir lower chat.ir --model ./llama -o plan.json",
     ),
     "KV602": Code(

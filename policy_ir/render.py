@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 import unicodedata
 
 import msgspec
@@ -11,6 +12,7 @@ from kvir.policy_ir.diagnostic import Diagnostic, Report, Severity
 from kvir.policy_ir.source import Source, Span
 
 LINE_COLUMNS = 110  # longer lines are cut around the caret
+LEAST_COLUMNS = 40  # narrower terminals get lines of this width
 _UNSAFE = re.compile(
     r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
 )
@@ -23,11 +25,14 @@ _STYLES: dict[str, str] = {
 }
 
 
-def full(report: Report, *, color: bool = False) -> str:
-    """Every finding with its lines and carets, then a count; empty if there is nothing to say."""
+def full(report: Report, *, color: bool = False, columns: int | None = None) -> str:
+    """Every finding with its lines and carets, then a count; empty if there is nothing to say.
+
+    `columns` is the width of the terminal; without one, messages stay on one line.
+    """
     if not len(report):
         return ""
-    painter = _Painter(color)
+    painter = _Painter(color, None if columns is None else max(columns, LEAST_COLUMNS))
     blocks = [_block(d, report.source, painter) for d in report]
     return "\n".join([*blocks, painter.bold(_summary(report)) + "\n"])
 
@@ -54,8 +59,9 @@ def clean(text: str) -> str:
 
 
 class _Painter:
-    def __init__(self, color: bool) -> None:
+    def __init__(self, color: bool, columns: int | None) -> None:
         self._color = color
+        self._columns = columns
 
     def paint(self, style: str, text: str) -> str:
         return f"{_STYLES[style]}{text}\x1b[0m" if self._color and text else text
@@ -66,22 +72,37 @@ class _Painter:
     def frame(self, text: str) -> str:
         return self.paint("frame", text)
 
+    def wrapped(self, text: str, indent: int) -> list[str]:
+        """Text in lines that fit behind an indent; the first one has it already."""
+        if self._columns is None:
+            return [text]
+        width = self._columns - indent
+        lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+        return [line if i == 0 else " " * indent + line for i, line in enumerate(lines)] or [text]
+
+    def line_columns(self, gutter: int) -> int:
+        """Columns for a line of the text, the marks of a cut included."""
+        return LINE_COLUMNS if self._columns is None else min(LINE_COLUMNS, self._columns - gutter - 4)
+
 
 def _block(d: Diagnostic, source: Source, painter: _Painter) -> str:
-    head = painter.paint(d.severity, f"{d.severity}[{d.code}]") + painter.bold(f": {clean(d.message)}")
+    label = f"{d.severity}[{d.code}]: "
+    first, *more = painter.wrapped(label + clean(d.message), 2)
+    head = painter.paint(d.severity, label[:-2]) + painter.bold(first[len(label) - 2 :])
+    heads = [head, *map(painter.bold, more)]
     marks = [(label.span, clean(label.text), "-") for label in d.labels]
     if d.span is not None:
         marks.append((d.span, clean(d.note), "^"))
     drawn = {span: source.position(span.start).line for span, _, _ in marks} if source.text else {}
     width = max((len(str(line)) for line in drawn.values()), default=1)
     bar = painter.frame(f"{' ' * width} |")
-    lines = [head, painter.frame(f"{' ' * width}--> ") + _place(d.span, source)]
+    lines = [*heads, painter.frame(f"{' ' * width}--> ") + _place(d.span, source)]
     shown = 0
     for span, text, caret in sorted(marks, key=lambda m: (drawn.get(m[0], 0), m[0].start, m[2])):
         if span not in drawn:
             continue
         number = drawn[span]
-        snippet, offset, length = _snippet(span, source)
+        snippet, offset, length = _snippet(span, source, painter.line_columns(width + 3))
         if number != shown:
             if shown == 0:
                 lines.append(bar)
@@ -90,11 +111,14 @@ def _block(d: Diagnostic, source: Source, painter: _Painter) -> str:
             lines.append(painter.frame(f"{number:>{width}} | ") + snippet)
             shown = number
         style: Severity | str = d.severity if caret == "^" else "frame"
-        lines.append(f"{bar} {' ' * offset}" + painter.paint(style, f"{caret * length} {text}".rstrip()))
+        for note in painter.wrapped(f"{caret * length} {text}".rstrip(), width + 3 + offset):
+            lines.append(f"{bar} {' ' * offset}" + painter.paint(style, note.strip()))
     if shown and d.help:
         lines.append(bar)
     for text in d.help:
-        lines.append(painter.frame(f"{' ' * width} = ") + painter.bold("help") + f": {clean(text)}")
+        first, *more = painter.wrapped(f"help: {clean(text)}", width + 9)
+        lines.append(painter.frame(f"{' ' * width} = ") + painter.bold("help") + first[4:])
+        lines += more
     return "\n".join(lines) + "\n"
 
 
@@ -106,16 +130,16 @@ def _place(span: Span | None, source: Source) -> str:
     return f"{name}:{at.line}:{at.column}"
 
 
-def _snippet(span: Span, source: Source) -> tuple[str, int, int]:
+def _snippet(span: Span, source: Source, columns: int) -> tuple[str, int, int]:
     """The line of a span cut to fit, with the caret's offset and length in terminal columns."""
     at = source.position(span.start)
     line = source.line(at.line)
     first = at.column - 1
     last = min(max(first + 1, first + span.end - span.start), max(len(line), first + 1))
     cut, end = 0, len(line)
-    if len(line) > LINE_COLUMNS:
-        cut = max(0, min(first - LINE_COLUMNS // 3, len(line) - LINE_COLUMNS))
-        end = cut + LINE_COLUMNS
+    if len(line) > columns:
+        cut = max(0, min(first - columns // 3, len(line) - columns))
+        end = cut + columns
         last = min(last, max(end, first + 1))
     left, right = ("… " if cut else ""), (" …" if end < len(line) else "")
     shown = left + clean(line[cut:end]) + right

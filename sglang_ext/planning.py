@@ -23,7 +23,8 @@ _DTYPES: dict[str, Dtype] = {
 def plan_of(args: Any, config: Any) -> None:
     """Lower (or load) the plan for the model and dtype that SGLang resolved, and store it on the arguments.
 
-    Raises KvirError with the rendered diagnostics.
+    Raises KvirError with the rendered diagnostics; what this version does not execute is among them
+    (`lowering.unsupported`).
     """
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
@@ -37,12 +38,6 @@ def plan_of(args: Any, config: Any) -> None:
         plan = plan_for_server(str(config.kv_ir), folder, dtype=dtype, device=str(config.device))
     except PolicyError as error:
         raise KvirError(str(error)) from None
-    if plan.model.layer_count != len(plan.model.layers):
-        raise KvirError(
-            f"error: --kv-ir does not serve models with layers that have no KV cache yet "
-            f"({plan.model.layer_count - len(plan.model.layers)} of {plan.model.layer_count} in this one)\n"
-            "  help: `kvir show` and `kvir lower` plan for it all the same"
-        )
     store_plan(args, plan)
 
 

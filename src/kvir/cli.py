@@ -6,25 +6,14 @@ Exit codes: 0 done, 2 bad input (everything that is wrong is on standard error),
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvir.cli_parser import parser
-
-if TYPE_CHECKING:
-    from kvir.lowering.spec import AnyStage
-    from kvir.lowering.stages import LayoutPlan, ModelFacts
-    from kvir.policy_ir.diagnostic import Report
+from kvir.cli_parts import Usage, model_in, print_report
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # as shells report SIGINT
-
-
-class Usage(Exception):
-    """Bad input that is no diagnostic: its text is one line for standard error."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return COMMANDS[args.command](args)
     except PolicyError as error:
-        _print_report(error.report)
+        print_report(error.report)
     except Usage as error:
         print(f"kvir: {error}", file=sys.stderr)
     except ModuleNotFoundError as error:
@@ -54,22 +43,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check(args: argparse.Namespace) -> int:
     """Say everything that is wrong with policies, or that they are fine."""
+    from kvir.cli_plan import check_lowering
     from kvir.policy_ir import read_file, render
 
-    model = _model(args.model) if args.model else None
+    model = model_in(args.model) if args.model else None
     records: list[object] = []
     failed = False
     for name in args.files:
         policy, report, _ = read_file(name)
         if policy is not None:
-            _check_lowering(policy, model, args, report)
+            check_lowering(policy, model, args, report)
         failed |= report.error_count > 0
         if args.json:
             import msgspec
 
             records += msgspec.json.decode(render.as_json(report))
         elif len(report):
-            _print_report(report)
+            print_report(report)
         if not args.json and not report.error_count:
             on = f" on {model.arch}, {len(model.layers)} layers" if model is not None else ""
             print(f"{name}: ok{on}")
@@ -81,66 +71,17 @@ def check(args: argparse.Namespace) -> int:
 
 
 def lower(args: argparse.Namespace) -> int:
-    """Lower a policy for a model; write the plan, or the stage that `--to` names."""
-    from kvir.lowering.pipeline import lower_to
-    from kvir.lowering.plan_file import encode_stage, write_atomically
-    from kvir.lowering.stage_text import stage_text
-    from kvir.policy_ir import PolicyError, read_file
+    """Lower a policy, or go on from any stage."""
+    from kvir.cli_plan import lower as run
 
-    def observe(name: str, stage: AnyStage, seconds: float) -> None:
-        if name in (args.print_after or ()):
-            print(f"-- after {name} ({seconds * 1e3:.2f} ms)\n{stage_text(stage)}", file=sys.stderr)
-
-    model = _model(args.model)
-    policy, report, _ = read_file(args.file)
-    if policy is None:
-        raise PolicyError(report)
-    stage = lower_to(
-        args.to,
-        policy,
-        model,
-        dtype=args.dtype or model.dtype,
-        device=args.device,
-        page_tokens=args.page_tokens,
-        report=report,
-        observe=observe,
-    )
-    if len(report):
-        _print_report(report)
-    if args.output is not None:
-        write_atomically(args.output, encode_stage(stage))
-    elif args.to == "plan":
-        sys.stdout.write(encode_stage(stage).decode())
-    else:
-        sys.stdout.write(stage_text(stage))
-    return 0
+    return run(args)
 
 
 def show(args: argparse.Namespace) -> int:
     """What each layer keeps, what requests cost, and what fits in memory."""
-    from rich.console import Console
+    from kvir.cli_plan import show as run
 
-    from kvir.lowering.device_facts import DEVICES
-    from kvir.lowering.show import show as show_layout
-    from kvir.lowering.units import parse_bytes, parse_tokens
-
-    device = DEVICES.get(args.device) if args.device else None
-    if args.device and device is None:
-        raise Usage(f"unknown device `{args.device}`; known: {', '.join(DEVICES)}")
-    try:
-        memory_bytes = parse_bytes(args.memory) if args.memory else device and device.memory_bytes
-        lengths = [parse_tokens(part) for part in args.lengths.split(",")] if args.lengths else []
-        show_layout(
-            _layout(args),
-            Console(),
-            memory_bytes=memory_bytes,
-            lengths=lengths,
-            rank_count=args.tp,
-            device=device,
-        )
-    except ValueError as error:
-        raise Usage(str(error)) from None
-    return 0
+    return run(args)
 
 
 def explain(args: argparse.Namespace) -> int:
@@ -244,73 +185,3 @@ def _calibration(run: Callable[[argparse.Namespace], None], args: argparse.Names
         print("kvir: interrupted; the same command goes on from the last finished layer", file=sys.stderr)
         return INTERRUPTED
     return 0
-
-
-def _check_lowering(
-    policy: object, model: ModelFacts | None, args: argparse.Namespace, report: Report
-) -> None:
-    """Add to `report` what the passes find: those that need no model, or all that `args` gives input for."""
-    from kvir.lowering.pipeline import lower_to
-    from kvir.lowering.verify import Verify
-    from kvir.policy_ir import Policy, PolicyError
-
-    assert isinstance(policy, Policy)
-    if model is None:
-        Verify(report)(policy)
-        return
-    with contextlib.suppress(PolicyError):  # all of it is in `report`
-        lower_to(
-            "kernels" if args.device else "layout",
-            policy,
-            model,
-            dtype=args.dtype or model.dtype,
-            device=args.device or "",
-            report=report,
-        )
-
-
-def _layout(args: argparse.Namespace) -> LayoutPlan:
-    """The layout of a plan file, or of a policy on `--model`."""
-    from kvir.lowering import plan_file
-    from kvir.lowering.pipeline import lower_to
-    from kvir.lowering.stages import LayoutPlan
-    from kvir.policy_ir import PolicyError, Report, Source, read_file
-
-    data = Path(args.file).read_bytes()
-    if plan_file.is_plan(data):
-        model = _model(args.model) if args.model else None
-        report = Report(Source(args.file, ""))
-        return plan_file.decode(data, report, model=model, dtype=args.dtype).layout
-    if not args.model:
-        raise Usage(f"{args.file} is a policy: give the model's folder with --model")
-    model = _model(args.model)
-    policy, report, _ = read_file(args.file)
-    if policy is None:
-        raise PolicyError(report)
-    stage = lower_to(
-        "layout",
-        policy,
-        model,
-        dtype=args.dtype or model.dtype,
-        page_tokens=args.page_tokens,
-        report=report,
-    )
-    if len(report):
-        _print_report(report)
-    assert isinstance(stage, LayoutPlan)
-    return stage
-
-
-def _model(folder: str) -> ModelFacts:
-    from kvir.lowering.model_facts import load_model
-
-    return load_model(folder)
-
-
-def _print_report(report: Report) -> None:
-    import os
-
-    from kvir.policy_ir import render
-
-    color = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    print(render.full(report, color=color), end="", file=sys.stderr)

@@ -169,7 +169,8 @@ def test_print_is_canonical(good: str, capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(
-    "args", [[], ["frobnicate"], ["lower", "x.ir"], ["lower", "x.ir", "--model", "m", "--to", "x"]]
+    "args",
+    [[], ["frobnicate"], ["lower", "x.ir", "--from", "x"], ["lower", "x.ir", "--model", "m", "--to", "x"]],
 )
 def test_wrong_usage_is_exit_code_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -183,7 +183,9 @@ def edits() -> dict[str, tuple[Callable[[ExecutionPlan], AnyStage], str]]:
         "ratio": (lambda p: layout(p, logical_ratio=63), "logical_ratio"),
         "device": (lambda p: replace(p.buckets.kernels, device="npu"), "unknown device"),
         "kernel": (
-            lambda p: replace(p.buckets.kernels, choices=(KernelChoice(op="append", implementation="rm"),)),
+            lambda p: replace(
+                p.buckets.kernels, choices=(KernelChoice(op="append", implementation="rm", rejected=()),)
+            ),
             "catalogue",
         ),
         "format": (lambda p: replace(p, format=2), "format is 2"),

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from kvir.policy_ir import print_policy, read, render
+from kvir.policy_ir import print_policy, read, read_file, render
 from support.passes import FILE
 
 
 def errors(policy: bytes) -> str:
     return render.full(read(policy, FILE).report) or "none"
+
+
+def file(name: bytes) -> str:
+    """Reads the file of that name."""
+    return render.full(read_file(name.decode().strip()).report) or "none"
+
+
+def terminal(policy: bytes) -> str:
+    """As `errors`, in a terminal of 80 columns."""
+    return render.full(read(policy, FILE).report, columns=80) or "none"
 
 
 def concise(policy: bytes) -> str:

@@ -1,6 +1,7 @@
 """Golden cases in Markdown: a heading, prose, one `policy` block, and expected blocks named after a pass.
 
-A `bytes` block stands for a `policy` block that Markdown cannot hold; it is written with Python escapes.
+Blocks that stand for a `policy` block which Markdown cannot hold: `bytes`, written with Python escapes, and
+`repeat`, whose lines are a count and a text with escapes that is repeated so often.
 """
 
 from __future__ import annotations
@@ -36,8 +37,14 @@ def cases(text: str) -> Iterator[Case]:
         if "policy" in inside:
             yield Case(heading[1], inside.pop("policy")[2].encode(), inside)
         elif "bytes" in inside:
-            escaped = inside.pop("bytes")[2].replace("\n", "").encode()
-            yield Case(heading[1], codecs.escape_decode(escaped)[0], inside)  # type: ignore[attr-defined]
+            yield Case(heading[1], _unescaped(inside.pop("bytes")[2].replace("\n", "")), inside)
+        elif "repeat" in inside:
+            lines = (line.partition(" ") for line in inside.pop("repeat")[2].splitlines())
+            yield Case(heading[1], b"".join(_unescaped(text) * int(n) for n, _, text in lines), inside)
+
+
+def _unescaped(text: str) -> bytes:
+    return codecs.escape_decode(text.encode())[0]  # type: ignore[attr-defined]
 
 
 def check(path: Path, title: str, run: Run, *, update: bool) -> None:

@@ -10,6 +10,8 @@ FILE = "case.ir"  # the name of the policy text in every expected block
 # block name -> "module:function"; the function takes the policy text and returns the block
 PASSES: dict[str, str] = {
     "errors": "support.language_passes:errors",
+    "file": "support.language_passes:file",
+    "terminal": "support.language_passes:terminal",
     "concise": "support.language_passes:concise",
     "print": "support.language_passes:printed",
     "verify": "support.language_passes:verify",
@@ -18,6 +20,9 @@ PASSES: dict[str, str] = {
     "layout": "support.lowering_passes:layout",
     "kernels": "support.lowering_passes:kernels",
     "buckets": "support.lowering_passes:buckets",
+    "cost": "support.lowering_passes:cost",
+    "serve": "support.lowering_passes:serve",
+    "stage": "support.lowering_passes:stage",
     "model": "support.lowering_passes:model",
     "plan": "support.lowering_passes:plan",
     "moved": "support.lowering_passes:moved",

@@ -1,0 +1,235 @@
+"""How many rows a selection leaves: bounds before it runs, exact where its budget is a figure.
+
+Exact integer and decimal arithmetic, and the only place that does it: planner, server and reference call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from math import ceil, floor
+from typing import assert_never
+
+from kvir.lowering.spans import Bounds
+from kvir.lowering.stages import (
+    MassAmount,
+    Quota,
+    RampAmount,
+    RowsAmount,
+    Selection,
+    ShareAmount,
+    TotalAmount,
+)
+from kvir.policy_ir.budgets import Blend, Protect, Rounding
+
+
+@dataclass(frozen=True)
+class Run:
+    """A selection that runs, as one unit sees it."""
+
+    selection: Selection
+    n: int  # length of the sequence in tokens
+    prompt: int  # of its prompt
+    held: Bounds  # rows of the unit
+    stays: Bounds  # of them, those that stay whatever their scores are
+    again: bool = False  # whether selections before it may have dropped rows that it would keep
+    widened: bool = False  # whether rows that stay were fewer then, so that a growing budget does not count
+
+    @property
+    def candidates(self) -> int:
+        """The most rows that scores decide about."""
+        return self.held.most - self.stays.least
+
+    def unit_rows(self, quota: Quota) -> Bounds:
+        """Rows that one term keeps in one unit."""
+        rows = unit_rows(quota, self.candidates, self.n, self.prompt, self.again)
+        if not self.widened:
+            return rows
+        return Bounds(unit_rows(quota, self.candidates, self.prompt, self.prompt, True).least, rows.most)
+
+    def group_rows(self, quota: Quota) -> Bounds:
+        """Rows that one term keeps in all units of a group together."""
+        rows = group_rows(quota, self.candidates, self.n, self.prompt, self.again)
+        if not self.widened:
+            return rows
+        return Bounds(group_rows(quota, self.candidates, self.prompt, self.prompt, True).least, rows.most)
+
+
+def first_run(selection: Selection, n: int, prompt: int) -> Run:
+    """A selection that runs while every row of the sequence is there."""
+    stays = rows_that_stay(selection, n, prompt, n, n)
+    return Run(selection, n, prompt, held=Bounds(n, n), stays=Bounds(stays, stays))
+
+
+def rows_that_stay(selection: Selection, n: int, prompt: int, sinks: int, since: int) -> int:
+    """Rows that terms by position and `region` keep, whatever the scores are, of a unit that holds the first
+    `sinks` rows of n and those from `since` on."""
+    sink, recent = selection.sink_tokens, selection.recent_tokens
+    match selection.region:
+        case "all":
+            pass
+        case "prompt":
+            recent = max(recent, n - prompt)
+        case "generated":
+            sink = max(sink, prompt)
+        case _:
+            assert_never(selection.region)
+    end = min(n, sink)
+    start = max(end, n - recent)
+    sinks, since = min(n, sinks), min(n, max(sinks, since))
+    return min(end, sinks) + max(0, end - since) + max(0, sinks - start) + n - max(start, since)
+
+
+# ---- one selection -----------------------------------------------------------------------------------------
+
+
+def kept_rows(run: Run) -> Bounds:
+    """Rows that are left in one unit."""
+    chosen = [run.unit_rows(quota) for quota in run.selection.quotas]
+    # terms may choose the same rows
+    low = max((rows.least for rows in chosen), default=0)
+    high = sum(rows.most for rows in chosen)
+    return Bounds(min(run.held.least, run.stays.least + low), min(run.held.most, run.stays.most + high))
+
+
+def kept_rows_of_all(run: Run, units: int, groups: Sequence[int]) -> Bounds:
+    """Rows that are left in `units` units together.  `groups` is, per quota, how many groups of rivals they
+    belong to; of a group that is spread over servers, all its rows may fall on these units."""
+    low = high = 0
+    for quota, count in zip(run.selection.quotas, groups, strict=True):
+        one = run.unit_rows(quota)
+        least, most = one.least * units, one.most * units
+        if quota.group > 1:
+            shared = run.group_rows(quota)
+            most = min(most, shared.most * count)
+            if count * quota.group == units:  # no group is spread
+                least = max(least, shared.least * count)
+        low, high = max(low, least), high + most
+    return Bounds(
+        min(units * run.held.least, units * run.stays.least + low),
+        min(units * run.held.most, units * run.stays.most + high),
+    )
+
+
+# ---- one term ----------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def unit_rows(quota: Quota, candidates: int, n: int, prompt: int, again: bool = False) -> Bounds:
+    """Rows that one term keeps in one unit, of so many candidates at most."""
+    if isinstance(quota.amount, MassAmount):
+        cap = candidates if quota.cap is None else quota.cap
+        return Bounds(min(candidates, quota.floor), min(candidates, cap))
+    total = _total(quota, candidates, n, prompt)
+    low, high = total, total
+    if quota.group > 1:
+        # a unit that lost before cannot win what its rivals leave, and one that won may win what they lack
+        rivals = quota.group - 1
+        low = quota.floor if again else max(quota.floor, total - rivals * candidates)
+        high = total if again else total - rivals * min(quota.floor, candidates)
+        high = high if quota.cap is None else min(high, quota.cap)
+        mean = Fraction(total, quota.group)
+        match quota.safeguard:
+            case None:
+                pass
+            case Blend(share=share):
+                equal = _decimal(share) * mean
+                low = _round(low * (1 - _decimal(share)) + equal, "nearest")
+                high = _round(high * (1 - _decimal(share)) + equal, "nearest")
+            case Protect(share=share):
+                # with `counts: kept`, rows of the other terms come first
+                safe = max(0, floor(_decimal(share) * (mean + quota.inside)) - quota.inside)
+                low, high = max(low, safe), high if again else min(high, total - rivals * safe)
+            case _:
+                assert_never(quota.safeguard)
+    elif again:
+        low = _lowest(quota, total)
+    if quota.block > 1 and low < candidates:
+        # whole blocks; the ones at both ends of the candidates may be cut
+        low = max(0, low - 3 * (quota.block - 1))
+    return Bounds(min(low, candidates), min(high, candidates))
+
+
+def group_rows(quota: Quota, candidates: int, n: int, prompt: int, again: bool = False) -> Bounds:
+    """Rows that one term keeps in all units of a group together."""
+    one = unit_rows(quota, candidates, n, prompt, again)
+    if isinstance(quota.amount, MassAmount):
+        return Bounds(one.least * quota.group, one.most * quota.group)
+    total = _total(quota, candidates, n, prompt)
+    if quota.block > 1:
+        return Bounds(one.least * quota.group, total)
+    low = _lowest(quota, total) if again else total
+    if isinstance(quota.safeguard, Blend):
+        # each unit's share is rounded by itself; what a blend grants a unit that lost before is not there
+        slack = (quota.group + 1) // 2
+        low = one.least * quota.group if again else max(0, low - slack)
+        return Bounds(low, min(total + slack, quota.group * candidates))
+    return Bounds(low, total)
+
+
+def _lowest(quota: Quota, total: int) -> int:
+    """What a budget may have been before.  Only a ramp rises: a sequence was too short for it once."""
+    if isinstance(quota.amount, RampAmount):
+        return min(total, quota.group * max(0, quota.amount.mean - quota.inside))
+    return total
+
+
+def _total(quota: Quota, candidates: int, n: int, prompt: int) -> int:
+    """The budget of a group of rivals, or of a unit by itself."""
+    group = quota.group
+    match quota.amount:
+        case RowsAmount(rows=rows):
+            total = group * max(0, rows - quota.inside)
+        case ShareAmount(share=share, of=of, rounding=rounding):
+            rows = _round(_decimal(share) * (n if of == "sequence" else prompt), rounding)
+            total = group * max(0, rows - quota.inside)
+        case TotalAmount(rows=rows):
+            total = max(0, rows - group * quota.inside)
+        case RampAmount():
+            total = group * _ramp(quota.amount, quota.inside, candidates, n)
+        case MassAmount():
+            total = group * candidates
+        case _:
+            assert_never(quota.amount)
+    if group > 1:
+        total = max(total, group * quota.floor)
+        total = total if quota.cap is None else min(total, group * quota.cap)
+    return min(total, group * candidates)
+
+
+def _ramp(ramp: RampAmount, inside: int, candidates: int, n: int) -> int:
+    """The figure of one layer (arXiv:2406.02069, and its codes); a short sequence has no ramp."""
+    base = ramp.mean if ramp.line == "kept" else max(0, ramp.mean - inside)
+    above = inside if ramp.line == "kept" else 0  # rows of the line that are not chosen by score
+    flat = max(0, base - above)
+    if ramp.count == 1 or (ramp.line == "selected" and n < 2 * base):
+        return flat
+    low = Fraction(base // ramp.ratio) if ramp.arithmetic == "integer" else Fraction(base, ramp.ratio)
+    high = 2 * base - low
+    if high > candidates:
+        low, high = Fraction(2 * base - candidates), Fraction(candidates)
+    if not high >= low >= above:
+        return flat
+    if ramp.arithmetic == "integer":
+        return max(0, int(high) - ramp.index * (int(high - low) // (ramp.count - 1)) - above)
+    figure = high - ramp.index * (high - low) / (ramp.count - 1)
+    return max(0, _round(figure, ramp.rounding) - above)
+
+
+def _decimal(share: float) -> Fraction:
+    """The number that the text says: 0.1 is a tenth."""
+    return Fraction(repr(share))
+
+
+def _round(value: Fraction, rounding: Rounding) -> int:
+    match rounding:
+        case "down":
+            return floor(value)
+        case "nearest":
+            return floor(value + Fraction(1, 2))
+        case "up":
+            return ceil(value)
+        case _:
+            assert_never(rounding)

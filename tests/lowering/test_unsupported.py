@@ -1,0 +1,119 @@
+"""What the runtime does not execute is refused by name when a server starts, with the stage that refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec import field
+
+from kvir.lowering import plan_file
+from kvir.lowering.load import plan_for_server
+from kvir.lowering.pipeline import lower
+from kvir.lowering.unsupported import EXECUTED, unexecuted, unsupported_by_runtime
+from kvir.policy_ir import Policy, PolicyError, load, parse
+from kvir.policy_ir.nodes import Node, Recent, Rule, Windows
+from support.models import CONFIGS, config_model, made
+
+ROOT = Path(__file__).parents[2]
+TINY = CONFIGS / "tiny-llama"
+
+
+class TopK(Node, frozen=True, tag="top_k_of_the_future"):
+    tokens: int
+
+
+class Tuned(Rule, frozen=True):
+    moment: str | None = None
+    extra: dict[str, int] = field(default_factory=dict)
+
+
+class Shared(Policy, frozen=True):
+    budget: int = 0
+
+
+def policy(*rules: Rule) -> Policy:
+    return Policy(kvir=1, name="p", rules=rules)
+
+
+KEEP = (Recent(tokens=8),)
+CASES: dict[str, tuple[Policy, list[tuple[str, str]]]] = {
+    "term": (
+        policy(Rule(keep=(*KEEP, TopK(tokens=4)))),  # type: ignore[arg-type]
+        [("top_k_of_the_future", "$.rules[0].keep[1]")],
+    ),
+    "field of a rule": (
+        policy(Rule(keep=KEEP), Tuned(keep=KEEP, moment="x")),
+        [("moment", "$.rules[1].moment")],
+    ),
+    "mutable default": (policy(Tuned(keep=KEEP, extra={"a": 1})), [("extra", "$.rules[0].extra")]),
+    "field of a policy": (Shared(kvir=1, name="p", budget=5), [("budget", "$.budget")]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_nobody_taught_the_runtime_is_found(name: str) -> None:
+    given, found = CASES[name]
+    assert list(unexecuted(given)) == found
+
+
+def test_fields_at_their_default_are_no_obstacle() -> None:
+    given = Shared(kvir=1, name="p", rules=(Tuned(keep=KEEP),))
+    assert list(unexecuted(given)) == []
+    assert unsupported_by_runtime(lower(policy(Rule(keep=KEEP)), made(2, 2), dtype="bfloat16")) == []
+
+
+def test_every_known_field_exists() -> None:
+    for struct, fields in EXECUTED.items():
+        assert fields <= set(struct.__struct_fields__), struct
+    assert {Policy, Rule, Windows} < set(EXECUTED)
+
+
+REFUSED = {
+    "top_k": "- keep: [{recent: 32}, {top_k: {tokens: 64, by: attention}}]",
+    "top_p": "- keep: [{recent: 32}, {top_p: {mass: 0.9, by: attention}}]",
+    "positions": "- {keep: [{sink: 4}, {recent: 64}], positions: cache}",
+    "store": "- {keep: all, store: float32}",
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_a_server_refuses_by_name_and_place(word: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.ir"
+    path.write_text(f"kvir: 1\nname: p\nrules:\n  {REFUSED[word]}\n")
+    with pytest.raises(PolicyError) as caught:
+        plan_for_server(path, TINY, dtype="float32")
+    found = next(d for d in caught.value.report if d.code == "KV310")
+    assert f"does not execute `{word}` (refused by the stage `runtime`)" in found.message
+    assert f"{path}:4:" in str(caught.value)
+
+
+def test_a_server_refuses_plans_as_it_refuses_policies(tmp_path: Path) -> None:
+    plan = lower(load(ROOT / "examples/methods/snapkv.ir"), config_model("tiny-llama"), dtype="float32")
+    plan_file.save(plan, tmp_path / "p.json")
+    with pytest.raises(PolicyError, match=r"does not execute `top_k`.*refused by the stage `runtime`"):
+        plan_for_server(tmp_path / "p.json", TINY, dtype="float32")
+    assert [x.code for x in unsupported_by_runtime(plan)] == ["KV310"]
+
+
+def test_a_server_on_cuda_is_refused_until_its_kernels_exist(tmp_path: Path) -> None:
+    llama = CONFIGS / "llama-3.1-8b"
+    path = tmp_path / "p.ir"
+    path.write_text("kvir: 1\nname: p\n")
+    with pytest.raises(PolicyError, match=r"kernels for cuda are not built yet: `append` \(triton\)"):
+        plan_for_server(path, llama, dtype="bfloat16", device="cuda")
+
+
+def test_layers_without_a_cache_are_planned_and_not_served(tmp_path: Path) -> None:
+    path = tmp_path / "p.ir"
+    path.write_text("kvir: 1\nname: p\n")
+    assert lower(parse(path.read_text()), config_model("qwen3-next-80b"), dtype="bfloat16").layout.unit_count
+    with pytest.raises(PolicyError, match="36 of 48 in this one; refused by the stage `runtime`"):
+        plan_for_server(path, CONFIGS / "qwen3-next-80b", dtype="bfloat16")
+
+
+def test_windows_may_differ_between_the_phases() -> None:
+    given = parse(
+        "kvir: 1\nname: p\nrules:\n  - keep: [{recent: 64}]\n  - {phase: decode, keep: [{recent: 32}]}\n"
+    )
+    assert unsupported_by_runtime(lower(given, made(2, 2), dtype="bfloat16")) == []
