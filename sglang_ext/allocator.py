@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
 from kvir.lowering import footprint
 from kvir.sglang_ext.admission import KvirPrefillBudget
+from kvir.sglang_ext.compact import Chosen, Compact, Selections
 from kvir.sglang_ext.evidence import Evidence
 from kvir.sglang_ext.geometry import IntArray
 from kvir.sglang_ext.requests import BRANCH_PAGE, Landmarks, RequestState
@@ -37,9 +38,11 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         self.layout = pool.plan.layout
         self.evidence = Evidence(pool)
         self.debug = debug
+        self.selections = Selections(self.layout)
+        self.compacting: list[Compact | None] = []  # of the extend that was scheduled last, in batch order
         self.tree: KvirRadixCache | None = None
-        self._extending: list[tuple[RequestState, int, int]] = []
-        self._decoding: list[RequestState] = []
+        self.extending: list[tuple[RequestState, int, int]] = []
+        self.decoding: list[RequestState] = []
         self._verified_version = -1
         if debug:
             self.residency.pool.freed_log = []
@@ -61,21 +64,21 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         self.tree = batch.tree_cache  # type: ignore[assignment]
         if batch.forward_mode.is_decode():
             res.begin_step(extend=False)
-            self._decoding = [res.requests[id(req.kv)] for req in batch.reqs]
-            for state, req in zip(self._decoding, batch.reqs, strict=True):
+            self.decoding = [res.requests[id(req.kv)] for req in batch.reqs]
+            for state, req in zip(self.decoding, batch.reqs, strict=True):
                 res.slide(state, req.kv.kv_committed_len, decoding=True)
             return
         res.begin_step(extend=True)
-        self._extending = []
+        self.extending = []
         for req, start, length in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
             state = res.requests.get(id(req.kv))
             if state is None:
                 state = self._open(req, start)
-            self._extending.append((state, start, start + length))
-        for position, (state, start, _) in enumerate(self._extending):
+            self.extending.append((state, start, start + length))
+        for position, (state, start, _) in enumerate(self.extending):
             if start % self.page_size:
                 res.note_partial_page(position, state, start)
-        for state, _, end in self._extending:
+        for state, _, end in self.extending:
             res.slide(state, end)
 
     def _open(self, req: Req, prefix_tokens: int) -> RequestState:
@@ -114,10 +117,10 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         num_new_pages: int | None = None,
     ) -> torch.Tensor | None:
         res = self.residency
-        if [end for _, _, end in self._extending] != seq_lens_cpu.tolist():
+        if [end for _, _, end in self.extending] != seq_lens_cpu.tolist():
             raise RuntimeError("kvir: the batch being allocated is not the batch that was prepared")
         # windows before branch points are worth having, not worth evicting running work for
-        hold_branch = any(state.landmarks.branch_page is not None for state, _, _ in self._extending)
+        hold_branch = any(state.landmarks.branch_page is not None for state, _, _ in self.extending)
         if hold_branch:
             hold_branch = res.make_room_for_extend(self._needed(hold_branch=True), None, interior_only=True)
         if not hold_branch and not res.make_room_for_extend(self._needed(hold_branch=False), self.tree):
@@ -135,19 +138,32 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         if out is None:
             return None
         done = 0
-        for state, start, end in self._extending:
+        self.compacting = []
+        for state, start, end in self.extending:
             first_new = -(-start // self.page_size) * self.page_size
             ids = out[done + first_new - start : done + end - start : self.page_size]
             res.grow(state, (ids // self.page_size).tolist(), end, hold_branch=hold_branch)
             done += end - start
+            self.compacting.append(self._reserve_compact(state, end))
         self._end_step()
         return out
 
     def _needed(self, *, hold_branch: bool) -> IntArray:
         total = np.zeros(self.residency.geometry.layer_count, np.int64)
-        for state, _, end in self._extending:
+        for state, _, end in self.extending:
             total += self.residency.needed_per_layer(state, end, hold_branch=hold_branch)
+            chosen = self._chosen_at(state, end)
+            if chosen is not None:
+                total += self.residency.compacts.needed_per_layer(chosen)
         return total
+
+    def _chosen_at(self, state: RequestState, end: int) -> Chosen | None:
+        """What a selection leaves, if one runs when `end` is reached."""
+        return self.selections.at_prompt_end(end) if end == state.prompt_tokens else None
+
+    def _reserve_compact(self, state: RequestState, end: int) -> Compact | None:
+        chosen = self._chosen_at(state, end)
+        return None if chosen is None else self.residency.compacts.reserve(state, chosen, end)
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
@@ -155,14 +171,14 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         res = self.residency
         lens: list[int] = seq_lens_cpu.tolist()
         opening = [i for i, n in enumerate(lens) if n % self.page_size == 1]
-        if opening and not res.make_room(len(opening) * self.layout.unit_count, self.tree):
+        if opening and not res.reclaimer.make_room(len(opening) * self.layout.unit_count, self.tree):
             logger.error("kvir: no room for a decode step: %s", self.evidence.pool_line())
             return None
         out = super().alloc_decode(seq_lens, seq_lens_cpu, last_loc)
         if out is None:
             return None
         for i in opening:
-            res.grow(self._decoding[i], [int(out[i]) // self.page_size], lens[i], hold_branch=False)
+            res.grow(self.decoding[i], [int(out[i]) // self.page_size], lens[i], hold_branch=False)
         self._end_step()
         return out
 
@@ -202,7 +218,7 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
             length = req.kv.kv_committed_len
             res.slide(res.requests[id(req.kv)], length, decoding=True)
             opening += length % self.page_size == 0
-        physical = res.make_room(opening * self.layout.unit_count, tree_cache)
+        physical = res.reclaimer.make_room(opening * self.layout.unit_count, tree_cache)
         if not physical:
             res.counters["decode_shortfalls"] += 1
         return logical and physical
@@ -248,8 +264,11 @@ def violations(allocator: KvirAllocator) -> list[str]:
     size = res.geometry.class_size
     resident = int(res.alive.sum(0) @ size)
     idle = int((res.alive & (res.cover == 0)).sum(0) @ size)
-    if resident != res.pool.resident:
-        found.append(f"alive cells hold {resident} head-pages, the pool says {res.pool.resident}")
+    compact = sum(state.compact.head_pages for state in res.requests.values() if state.compact is not None)
+    if compact != res.compacts.head_pages:
+        found.append(f"compact head-pages: counted {compact}, kept {res.compacts.head_pages}")
+    if resident + compact != res.pool.resident:
+        found.append(f"alive {resident} + compact {compact} head-pages, the pool says {res.pool.resident}")
     if idle != res.idle_head_pages:
         found.append(f"idle head-pages: counted {idle}, kept {res.idle_head_pages}")
     listed = res.table[res.table >= 0]

@@ -10,8 +10,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 
 from kvir.kernels import dispatch
+from kvir.kernels.ops import Bounds
 from kvir.sglang_ext.allocator import KvirAllocator
 from kvir.sglang_ext.pool import KvirPool
+from kvir.sglang_ext.selecting import Prompt, PromptSelection
 
 T = TypeVar("T")
 
@@ -48,6 +50,10 @@ class KvirAttentionBackend(AttentionBackend):
         self._lens = torch.empty(0, dtype=torch.int32)
         self._extends = self._lens
         self._slots = torch.empty(0, dtype=torch.int64)
+        self._bounds = pool.decode_bounds
+        self.allocator = allocator
+        self.selection = PromptSelection(pool.plan) if pool.plan.layout.compact else None
+        self._prompts: list[Prompt] = []
 
     # ---- once per forward ----------------------------------------------------------------------------------
 
@@ -61,6 +67,8 @@ class KvirAttentionBackend(AttentionBackend):
         if forward_batch.forward_mode.is_decode():
             self._lens = forward_batch.seq_lens.to(torch.int32)
             self._pages = self._logical_pages(rows, int(_given(forward_batch.seq_lens_cpu).max()))
+            if self.selection is not None:
+                self._read_compact(_given(forward_batch.seq_lens_cpu).tolist())
             return
         self._lens = _given(forward_batch.extend_prefix_lens).to(torch.int32)
         self._extends = _given(forward_batch.extend_seq_lens).to(torch.int32)
@@ -69,6 +77,39 @@ class KvirAttentionBackend(AttentionBackend):
         for position in shadows:
             # the page that the prefix ends in is rewritten by this very forward: read its old row
             self._pages[position, prefix_lens[position] // self.page_tokens] = pool.shadow_base + position
+        if self.selection is not None:
+            lens = _given(forward_batch.extend_seq_lens_cpu)
+            self._prompts = self.selection.prompts(self.allocator, prefix_lens, lens)
+
+    def _read_compact(self, lens: list[int]) -> None:
+        """Requests whose prompt was compacted read their spare rows first, each unit within bounds of its
+        own.
+        """
+        states = self.allocator.decoding
+        if all(state.compact is None for state in states):
+            self._bounds = self.pool.decode_bounds
+            return
+        sink, recent = self.pool.decode_bounds.sink.numpy(), self.pool.decode_bounds.recent.numpy()
+        geometry = self.pool.residency.geometry
+        pages, sinks, recents = [], [], []
+        for i, state in enumerate(states):
+            before, of_sink, of_recent = 0, sink, recent
+            row = self._pages[i].numpy()
+            if state.compact is not None:
+                before, of_sink, of_recent = state.compact.decode_view(geometry, lens[i], recent)
+                row = np.concatenate([state.compact.spare_rows, row])
+            lens[i] += before
+            pages.append(row)
+            sinks.append(of_sink)
+            recents.append(of_recent)
+        width = max(len(row) for row in pages)
+        padded = np.stack([np.pad(row, (0, width - len(row))) for row in pages])
+        self._pages = torch.from_numpy(padded.astype(np.int32))
+        self._lens = torch.tensor(lens, dtype=torch.int32)
+        self._bounds = Bounds(
+            sink=torch.from_numpy(np.stack(sinks).astype(np.int32)),
+            recent=torch.from_numpy(np.stack(recents).astype(np.int32)),
+        )
 
     def _logical_pages(self, rows: torch.Tensor, tokens: int) -> torch.Tensor:
         """int32 [B, pages]: the logical page of every P tokens of each request."""
@@ -102,6 +143,10 @@ class KvirAttentionBackend(AttentionBackend):
             q, k, v, self.pool.cache, self._pages, self._lens, self._extends, self.pool.prefill_bounds, unit0,
             layer.scaling, layer.logit_cap, out,
         )  # fmt: skip
+        if self.selection is not None:
+            self.selection.observe(
+                self._prompts, q, k, v, self.pool, self._pages, unit0, layer.scaling, layer.logit_cap
+            )
         # after all reads of the layer: quarantined head-pages may be reused here
         self.kernels.append(k, v, self.pool.cache, self._slots, unit0)
         return self._checked(out, holes, layer)
@@ -120,7 +165,7 @@ class KvirAttentionBackend(AttentionBackend):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.kernels.append(k, v, self.pool.cache, self._slots, unit0)
         holes = self.kernels.attend_decode(
-            q, self.pool.cache, self._pages, self._lens, self.pool.decode_bounds, unit0, self.kv_heads,
+            q, self.pool.cache, self._pages, self._lens, self._bounds, unit0, self.kv_heads,
             layer.scaling, layer.logit_cap, out,
         )  # fmt: skip
         return self._checked(out, holes, layer)

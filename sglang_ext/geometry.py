@@ -49,7 +49,13 @@ class Geometry:
         self.class_size = np.array([len(u) for u in self.class_units], np.int64)
         self.prefill = Spans([c.prefill for c in layout.classes])
         self.decode = Spans([c.decode or c.prefill for c in layout.classes])
-        self.phased = any(c.decode is not None for c in layout.classes)
+        self.selects = np.array([bool(c.selects) for c in layout.classes], bool)  # [C] keeps rows by score
+        self.phased = bool(self.selects.any()) or any(c.decode is not None for c in layout.classes)
+        self.unit_sink_pages = np.zeros(self.unit_count, np.int64)  # of units that keep rows by position
+        for c, units in enumerate(self.class_units):
+            self.unit_sink_pages[units] = 0 if self.selects[c] else self.decode.sink_pages[c]
+        kept = [unit for layer in layout.budgeted.decode for unit in layer]
+        self.unit_sink_tokens = np.array([r.sink_tokens for r in kept], np.int64)
         self.layer_of_unit: IntArray = np.arange(self.unit_count) // self.kv_heads
         self.class_layers: list[IntArray] = [self.layer_of_unit[u] for u in self.class_units]
         # head-pages of each layer per page of the class, for needs counted per layer: [C, layers]

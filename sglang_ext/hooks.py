@@ -7,6 +7,7 @@ through its own registries.  A hook does nothing when the server was started wit
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,6 +114,28 @@ def new_request(_result: Any, self: Req, *_args: Any, **_kwargs: Any) -> None:
         self.set_finish_with_abort("kvir: beam search is not supported with --kv-ir; leave beam_width out")
 
 
+def cap_match(original: Callable[..., int], self: Req, input_len: int, *args: Any, **kwargs: Any) -> int:
+    longest = original(self, input_len, *args, **kwargs)
+    cap = _match_cap()
+    if cap is None:
+        return longest
+    observed, selections = cap
+    if selections.at_prompt_end(input_len) is None:
+        return longest
+    return 0 if observed is None else min(longest, input_len - observed)
+
+
+@functools.cache
+def _match_cap() -> tuple[int | None, Any] | None:
+    from kvir.sglang_ext.compact import Selections
+    from kvir.sglang_ext.selecting import observed_tokens
+
+    plan = _plan()
+    if plan is None or not plan.layout.compact:
+        return None
+    return observed_tokens(plan), Selections(plan.layout)
+
+
 # ---- evidence ----------------------------------------------------------------------------------------------
 
 
@@ -161,6 +184,12 @@ HOOKS: tuple[Hook, ...] = (
         "after",
         new_request,
         "the plan's fingerprint is part of the prefix-cache key; beam search is refused",
+    ),
+    Hook(
+        "managers.schedule_batch.Req._compute_max_prefix_len",
+        "around",
+        cap_match,
+        "the queries that a selection observes are computed, never taken from the cache",
     ),
     Hook(INTERNAL_STATE + "get_internal_state", "after", add_internal_state, "evidence in /server_info"),
     Hook(

@@ -45,13 +45,19 @@ class KvirPool(KVCache):
         page_count = logical_tokens // page_tokens + 1
         self.shadow_base = page_count
         self.kernels_name = ""  # set by the attention backend: what really runs
-        self.residency = Residency(geometry, page_count, self.head_page_count)
+        spare_rows = self._spare_rows(geometry) if geometry.selects.any() else 0
+        self.residency = Residency(
+            geometry,
+            page_count,
+            self.head_page_count,
+            spare_base=page_count + shadow_rows,
+            spare_count=spare_rows,
+        )
         self.kv = torch.zeros(
             (self.head_page_count, 2, page_tokens, layout.head_dim), dtype=dtype, device=device
         )
-        self.table = torch.full(
-            (page_count + shadow_rows, layout.unit_count), -1, dtype=torch.int32, device=device
-        )
+        rows = page_count + shadow_rows + spare_rows
+        self.table = torch.full((rows, layout.unit_count), -1, dtype=torch.int32, device=device)
         self.cache = Cache(kv=self.kv, table=self.table)
         self.prefill_bounds = _bounds(plan.budgeted.prefill, device)
         self.decode_bounds = _bounds(plan.budgeted.decode, device)
@@ -71,6 +77,12 @@ class KvirPool(KVCache):
     @property
     def head_page_bytes(self) -> int:
         return self.kv[0].numel() * self.kv.element_size()
+
+    def _spare_rows(self, geometry: Geometry) -> int:
+        """Table rows for compact pages.  A row holds a head-page of every unit at best, of one unit at worst;
+        this many let an average of 16 share a row, at under a hundredth of the pool's bytes.
+        """
+        return min(self.head_page_count, self.head_page_count // min(16, geometry.unit_count) + 1024)
 
     def reset_residency(self) -> None:
         self.residency.reset()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from kvir.sglang_ext.compact import Compact
 from kvir.sglang_ext.geometry import IntArray
 
 # attribute of SGLang's Req: the page at which a match of this prompt found the windows gone
@@ -55,6 +57,10 @@ class RequestState:
     publishes: bool = True  # its prompt goes into the tree
     # covered besides: windows before a branch, and prompt pages that decode gave up before the tree took them
     held: list[tuple[int, IntArray]] = field(default_factory=list[tuple[int, IntArray]])
+    compact: Compact | None = None  # what a selection left of the prompt
+    queries: dict[int, Any] = field(
+        default_factory=dict[int, Any]
+    )  # layer -> the prompt's last queries so far
     rid: str = ""
     prompt_tokens: int = 0  # tokens to prefill this time (after a retraction: prompt and outputs so far)
     max_new_tokens: int = 0
@@ -65,4 +71,5 @@ class RequestState:
         """Head-pages that the request covers now, shared ones included; `class_size` [C] in units."""
         count = len(self.pages)
         kept = np.minimum(self.sinks, count) + np.maximum(count - np.maximum(self.first, self.sinks), 0)
-        return int(kept @ class_size) + sum(len(index) * int(class_size[c]) for c, index in self.held)
+        held = sum(len(index) * int(class_size[c]) for c, index in self.held)
+        return int(kept @ class_size) + held + (self.compact.head_pages if self.compact else 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvir.sglang_ext.cells import Cells
+from kvir.sglang_ext.compact import CompactStore
 from kvir.sglang_ext.geometry import Geometry, IntArray
 from kvir.sglang_ext.reclaim import Entry, EvictableTree, Reclaimer, missing_per_layer
 from kvir.sglang_ext.requests import Landmarks, RequestState
@@ -18,13 +19,23 @@ from kvir.sglang_ext.requests import Landmarks, RequestState
 class Residency(Cells):
     """The whole bookkeeping of one pool."""
 
-    def __init__(self, geometry: Geometry, page_count: int, head_page_count: int) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        page_count: int,
+        head_page_count: int,
+        *,
+        spare_base: int = 0,
+        spare_count: int = 0,
+    ) -> None:
         self.reclaimer = Reclaimer(self)
+        self.compacts = CompactStore(self, spare_base, spare_count)
         super().__init__(geometry, page_count, head_page_count)
 
     def reset(self) -> None:
         super().reset()
         self.reclaimer.clear()
+        self.compacts.clear()
         self.requests: dict[int, RequestState] = {}
         self.peak_resident = 0
         self.peak_covered = 0
@@ -141,7 +152,11 @@ class Residency(Cells):
         state.page_floor = max(floor, state.page_floor)
         state.decoding |= turning
         spans = self.geometry.spans(state.decoding)
-        first = np.minimum(spans.first_page(floor), np.maximum(len(state.pages), spans.sink_pages))
+        first = spans.first_page(floor)
+        if state.decoding and state.compact is not None:
+            moved = np.array([state.compact.chosen.moves[units[0]] for units in self.geometry.class_units])
+            first = np.where(moved, state.compact.start_page, first)
+        first = np.minimum(first, np.maximum(len(state.pages), spans.sink_pages))
         for c in np.nonzero((first > state.first) | (spans.sink_pages < state.sinks))[0].tolist():
             old_sinks, old_first = int(state.sinks[c]), int(state.first[c])
             sinks, end = int(spans.sink_pages[c]), min(int(first[c]), len(state.pages))
@@ -217,6 +232,7 @@ class Residency(Cells):
         for c, index in state.held:
             self._uncover(state, index, c, closing=True)
         state.held = []
+        self.compacts.release(state)
         self.unread(np.array(state.pages, np.int64))
         self.version += 1
 
@@ -251,14 +267,11 @@ class Residency(Cells):
                         covered |= np.isin(index, held_index)
                 self.move(a, b, index, covered, c)
             self.push_rows(np.concatenate([a, b]))
+            self.compacts.refresh_sinks(state)
         self.release_held(state)
         self.version += 1
 
     # ---- making room ---------------------------------------------------------------------------------------
-
-    def make_room(self, wanted: int, tree: EvictableTree | None) -> bool:
-        """For a decode step: `wanted` head-pages on the free stack."""
-        return self.reclaimer.make_room(wanted, tree)
 
     def make_room_for_extend(
         self, needed: IntArray, tree: EvictableTree | None, *, interior_only: bool = False

@@ -53,7 +53,7 @@ def test_ends_of_prompts_outlive_what_lies_inside() -> None:
     for _ in range(len(alive)):
         for node in path:  # the tree's own eviction would take leaf by leaf; here only windows are asked for
             node.locks += 1
-        assert res.make_room(res.pool.free + 1, None)
+        assert res.reclaimer.make_room(res.pool.free + 1, None)
         assert res.alive[tail].all()
         for node in path:
             node.locks -= 1

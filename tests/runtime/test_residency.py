@@ -34,6 +34,14 @@ PHASED = (
     "{phase: decode, keep: [{sink: 4}, {recent: 20}]}, {layers: 2, phase: decode, keep: [{recent: 50}]}]"
 )
 NARROWING = "[{keep: all}, {phase: decode, keep: [{sink: 4}, {recent: 20}]}]"
+SELECTING = (
+    "[{keep: [{sink: 4}, {recent: 16}, {top_k: {fraction: 0.25, by: {attention: {window: 16}}}}], "
+    "trigger: prefill_end}, {layers: 2, keep: [{recent: 10}, {top_k: {tokens: 20, by: key_norm}}], "
+    "trigger: prefill_end}]"
+)
+SELECTING_AND_SLIDING = (
+    SELECTING[:-1] + ", {layers: 0, keep: [{sink: 20}, {recent: 40}]}, {layers: 1, heads: 1, keep: all}]"
+)
 POLICIES = {
     "identity": IDENTITY,
     "uniform": UNIFORM,
@@ -41,6 +49,8 @@ POLICIES = {
     "mixed": MIXED,
     "sinkless": SINKLESS,
     "phased": PHASED,
+    "selecting": SELECTING,
+    "selecting-and-sliding": SELECTING_AND_SLIDING,
     "narrowing": "[{keep: all}, {phase: decode, keep: [{sink: 4}, {recent: 20}]}]",
 }
 
@@ -86,7 +96,7 @@ def test_random_traffic_reads_the_right_rows(name: str, chunk: int, overlap: boo
 def test_a_pool_that_is_too_small_retracts_and_reclaims(name: str, seed: int) -> None:
     plan = plan_of(POLICIES[name])
     simulation = Simulation(
-        plan, 512 if name in ("identity", "mixed", "phased", "narrowing") else 160, chunk_tokens=64, seed=seed
+        plan, 160 if name in ("uniform", "narrow", "sinkless") else 512, chunk_tokens=64, seed=seed
     )
     simulation.overlap = bool(seed % 2)
     simulation.retract_share, simulation.cancel_share = 0.02, 0.01

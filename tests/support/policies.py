@@ -1,4 +1,4 @@
-"""Hypothesis strategies for policies: every value that the types allow, derived from the shapes of the text."""
+"""Hypothesis strategies for policies: every value that the types allow, from the shapes of the text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from kvir.policy_ir.shape import (
     form,
 )
 
-_WORDS = st.sampled_from(["null", "true", "no", "1.5", "a: b", "- x", "# y", "all", "0..3", "~", " a ", "é", "{", "'"])
+_WORDS = st.sampled_from(
+    ["null", "true", "no", "1.5", "a: b", "- x", "# y", "all", "0..3", "~", " a ", "é", "{", "'"]
+)
 
 
 def values(shape: Shape, depth: int = 0) -> st.SearchStrategy[Any]:

@@ -11,25 +11,24 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
-import numpy as np
 import torch
 
-from kvir.kernels.ops import FULL
 from kvir.lowering.stages import ExecutionPlan
 from kvir.sglang_ext.allocator import KvirAllocator, violations
 from kvir.sglang_ext.pool import KvirPool
+from support.label_model import LabelModel
 from support.prefix_tree import P, Request, Tree
 
-LABELS = 1 << 22
 
-
-class Simulation:
+class Simulation(LabelModel):
     def __init__(
         self, plan: ExecutionPlan, physical_tokens: int, *, chunk_tokens: int, seed: int = 0
     ) -> None:
-        logical = physical_tokens * plan.layout.logical_ratio
+        # compacted prompts stay locked in the tree: they take logical pages, not memory
+        ratio = 16 if plan.layout.compact else plan.layout.logical_ratio
+        logical = physical_tokens * ratio
         self.pool = KvirPool(
             plan,
             logical_tokens=logical,
@@ -39,7 +38,7 @@ class Simulation:
             device="cpu",
         )
         self.allocator = KvirAllocator(logical, torch.float32, "cpu", self.pool, need_sort=False, debug=True)
-        self.tree = Tree(self.allocator)
+        self.tree: Any = Tree(self.allocator)
         self.chunk_tokens = chunk_tokens
         self.random = random.Random(seed)
         self.waiting: list[Request] = []
@@ -50,13 +49,7 @@ class Simulation:
         self.retract_share = 0.0
         self.cancel_share = 0.0
         self.finished: list[Request] = []
-        self.bounds = [
-            (bounds.sink.tolist(), bounds.recent.tolist())
-            for bounds in (self.pool.prefill_bounds, self.pool.decode_bounds)
-        ]
-        self.phased = self.allocator.residency.geometry.phased
-        self.memory = self.pool.kv[:, 0, :, 0].numpy()
-        self.memory[:] = -1
+        self.prepare_model()
 
     # ---- scheduling ----------------------------------------------------------------------------------------
 
@@ -144,7 +137,7 @@ class Simulation:
             not self.allocator.check_decode_capacity(
                 num_tokens=sum(P for r in self.decoding if r.done % P == 0),
                 tree_cache=self.tree,
-                requests=self.decoding,
+                requests=cast("Any", self.decoding),
             )
             or self.random.random() < self.retract_share
         ):
@@ -201,67 +194,6 @@ class Simulation:
 
     def _slot(self, request: Request, position: int) -> int:
         return request.row[position // P] * P + position % P
-
-    def _forward(
-        self, batch: list[Request], spans: list[tuple[int, int]], out: torch.Tensor, *, decode: bool
-    ) -> None:
-        pool = self.pool
-        shadows = pool.residency.deltas.apply(pool.table, pool.shadow_base)
-        table = pool.table.numpy()
-        labels = [self._labels(request) for request in batch]
-        rows = []
-        for i, (request, (start, _)) in enumerate(zip(batch, spans, strict=True)):
-            row = list(request.row)
-            if i in shadows:
-                row[start // P] = pool.shadow_base + i
-            rows.append(row)
-        heads = pool.plan.layout.kv_heads
-        for layer in range(pool.residency.geometry.layer_count):
-            units = range(layer * heads, layer * heads + heads)
-            if decode:
-                self._write(table, labels, spans, out, units)
-            for row, hashes, (start, end) in zip(rows, labels, spans, strict=True):
-                for unit in units:
-                    self._read(table, row, hashes, start, end, unit, decode=decode)
-            if not decode:
-                self._write(table, labels, spans, out, units)
-
-    def _write(
-        self, table: Any, labels: list[Any], spans: list[tuple[int, int]], out: torch.Tensor, units: range
-    ) -> None:
-        slots = out.numpy()
-        hashes = np.concatenate([h[start:end] for h, (start, end) in zip(labels, spans, strict=True)])
-        for unit in units:
-            head_pages = table[slots // P, unit]
-            here = head_pages >= 0
-            self.memory[head_pages[here], slots[here] % P] = (hashes[here] + unit) % LABELS
-
-    def _read(
-        self, table: Any, row: list[int], hashes: Any, start: int, end: int, unit: int, *, decode: bool
-    ) -> None:
-        """Rows below `start` (below `end` in decode) that any query in [start, end) sees must be there and be
-        right.
-        """
-        below = end if decode else start
-        sinks, recents = self.bounds[decode]
-        low = 0 if recents[unit] == FULL else max(0, (end - 1 if decode else start) - recents[unit] + 1)
-        seen = np.concatenate([np.arange(min(sinks[unit], low, below)), np.arange(min(low, below), below)])
-        if not len(seen):
-            return
-        head_pages = table[np.array(row)[seen // P], unit]
-        assert (head_pages >= 0).all(), f"unit {unit}: hole at {seen[head_pages < 0][:4]} of [{start}, {end})"
-        got, want = self.memory[head_pages, seen % P], (hashes[seen] + unit) % LABELS
-        assert (got == want).all(), f"unit {unit}: wrong row at {seen[got != want][:4]} of [{start}, {end})"
-
-    def _labels(self, request: Request) -> np.ndarray:
-        """Rows that decode computes under narrower windows are other rows than prefill would compute."""
-        out, h = np.empty(len(request.tokens), np.int64), 7
-        for i, token in enumerate(request.tokens):
-            if self.phased and i == request.prompt_tokens:
-                h += 99
-            h = (h * 1000003 + token + 1) % 2147483647
-            out[i] = h % LABELS
-        return out
 
     # ---- results -------------------------------------------------------------------------------------------
 
