@@ -106,6 +106,25 @@ def test_32_requests_of_32k_with_a_quarter_of_the_heads_full() -> None:
     assert layout.logical_ratio == 4
 
 
+def test_a_hybrid_like_qwen_27b_by_hand() -> None:
+    """64 layers, 16 of them with 4 KV heads of 256: 64 units of 1 KiB per token; linear layers pass through."""
+    rules = (Rule(keep=(Recent(tokens=1088),)), Rule(keep=(All(),), heads=(IndexRange(first=0, last=0),)))
+    model = config_model("qwen3.6-27b")
+    assert [layer.layer_id for layer in model.layers] == list(range(3, 64, 4))
+    layout = lower(Policy(kvir=1, name="q", rules=rules), model, dtype="bfloat16").layout
+    assert layout.unit_count == 16 * 4
+    # K and V of 16 rows of 256 bfloat16
+    assert layout.head_page_bytes == 2 * 16 * 256 * 2 == 16 * 1024
+    # an int32 per unit and page: 16 bytes per token
+    assert layout.table_bytes_per_page == 64 * 4
+    assert footprint.full_bytes(layout, 32_768) == 32_768 * 64 * 1024 == 2**31
+    # 16 full units of 2,048 pages, 48 of ceil(1,087 / 16) + 1 = 69
+    assert footprint.peak_bytes(layout, 32_768) == (16 * 2048 + 48 * 69) * 16 * 1024
+    assert [c.bytes_per_token for c in footprint.layer_costs(layout)] == [1024] * 16
+    assert f"{footprint.peak_bytes(layout, 32_768) / 2**31:.1%}" == "27.5%"
+    assert layout.logical_ratio == 4
+
+
 def test_gemma_keeps_history_in_its_global_layers_only() -> None:
     layout = lower(Policy(kvir=1, name="id"), config_model("gemma-3-270m"), dtype="bfloat16").layout
     # 3 global layers x 1 KV head x (K and V) x 256 x 2 bytes

@@ -33,6 +33,7 @@ PUBLISHED: dict[str, tuple[int, int, int, int, int | None, int]] = {
     "phi-4-mini": (32, 24, 8, 128, None, 0),  # a window as long as twice the context
     "llama-4-scout": (48, 40, 8, 128, 8192, 36),
     "qwen3-next-80b": (12, 16, 2, 256, None, 0),
+    "qwen3.6-27b": (16, 24, 4, 256, None, 0),  # like it: 3 linear layers for each with a KV cache
 }
 
 
