@@ -14,21 +14,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import httpx
 import torch
 
 from evaluation.agree import token_stream
 from evaluation.models import model_path
 from evaluation.oracle import LOGPROB_TOLERANCE, Agreement, Forced, Masks, Oracle, check
-from evaluation.server import Launch, Served, Server, ServerError, serve
+from evaluation.server import Launch, Served, ServerError, serve
 from evaluation.traffic import (
     Traffic,
     edges,
@@ -39,6 +36,7 @@ from evaluation.traffic import (
     second_turns,
     shared_prefix,
 )
+from evaluation.watch import Running, kvir_state
 from kvir.lowering import footprint
 from kvir.lowering.load import plan_for_server
 from kvir.lowering.stages import ExecutionPlan
@@ -242,33 +240,6 @@ class Bench:
         self.figures.add("sharing_tombstoned_cells", state["metrics"]["kvir_tombstoned"])
         self.figures.add("sharing_cached_under_pressure", late.cached_tokens, ok=late.cached_tokens >= 960)
         self.figures.agreement("sharing", self.check(file, [users[1], users[2], users[-1], late]))
-
-
-class Running:
-    """Counts the requests that run together, while a block runs."""
-
-    def __init__(self, server: Server) -> None:
-        self.most = 0
-        self._server = server
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._look)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        with httpx.Client(base_url=self._server.url, timeout=600, trust_env=False) as client:
-            while not self._done.wait(0.2):
-                info = client.get("/server_info").json()
-                self.most = max(self.most, len(info["internal_states"][0]["kvir"]["running"]))
-
-
-def kvir_state(server: Server) -> dict[str, Any]:
-    return server.get("/server_info").json()["internal_states"][0]["kvir"]
 
 
 def _listed(numbers: Sequence[int]) -> str:
