@@ -74,7 +74,7 @@ Store = Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"
 class Rule(Node, frozen=True):
     """What the selected units keep.  Later rules refine earlier ones; what no rule covers is `all`."""
 
-    keep: tuple[Term, ...]
+    keep: tuple[Term, ...]  # the unit keeps the rows of all terms together
     layers: IndexSet | None = None  # left out: every layer
     heads: IndexSet | None = None  # left out: every KV head
     phase: Phase | None = None  # left out: both phases

@@ -109,7 +109,7 @@ class _Maker:
                 return self._reference(cls)
             case OneOf(by_tag=by_tag, title=title):
                 name = title if len(by_tag) > 1 else f"only_{next(iter(by_tag))}"
-                return self._defined(name, lambda: self._union(by_tag))
+                return self._defined(name, lambda: {"title": title, **self._union(by_tag)})
             case _:
                 assert_never(shape)
 
@@ -159,6 +159,7 @@ class _Maker:
             properties[struct.sugar.name] = self.shape(struct.sugar.shape)
             choices.append({"oneOf": [{"required": ["keep"]}, {"required": [struct.sugar.name]}]})
         return _present(
+            title=struct.tag or struct.cls.__name__.lower(),
             description=inspect.getdoc(struct.cls),
             type="object",
             properties=properties,
@@ -169,7 +170,7 @@ class _Maker:
 
     def _property(self, field: Field, comment: str | None) -> JsonSchema:
         simple = isinstance(field.default, str | bool | int | float) and not field.required
-        return {**self.shape(field.shape), **_present(description=comment)} | (
+        return {"title": field.name, **self.shape(field.shape), **_present(description=comment)} | (
             {"default": field.default} if simple else {}
         )
 

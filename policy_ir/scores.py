@@ -36,17 +36,17 @@ class Attention(ScoreBase, frozen=True, tag="attention"):
     The queries are the last of the prompt, or the newest when a decode rule runs.
     """
 
-    window: Tokens = 32
+    window: Tokens = 32  # how many queries look
     rows: Literal["mean", "sum", "max", "l2", "squares"] = "mean"  # over the window; squares: sum of A^2
     variance: NonNegative = 0.0  # adds this times the variance over the window (CAKE: 200)
     softmax: Literal["all", "candidates"] = "all"  # the keys that share the mass
     causal: bool = True  # inside the window; HARD-KV's ring of queries has no order, so false
-    pool: PoolOrNone = None
+    pool: PoolOrNone = None  # smoothing along the rows
     pool_at: Literal["logits", "query_head", "kv_head"] = (
         "query_head"  # before softmax, before or after `group`
     )
     pool_over: Literal["candidates", "all"] = "candidates"
-    group: Reduce = "mean"
+    group: Reduce = "mean"  # how the query heads of a KV head are joined
     group_at: Literal["logits", "scores"] = "scores"  # before or after softmax; R-KV: max of logits
     queries: Literal["each", "mean"] = "each"  # mean: one pseudo-query, the mean of the window
 
