@@ -107,7 +107,7 @@ def test_32_requests_of_32k_with_a_quarter_of_the_heads_full() -> None:
 
 
 def test_a_hybrid_like_qwen_27b_by_hand() -> None:
-    """64 layers, 16 of them with 4 KV heads of 256: 64 units of 1 KiB per token; linear layers pass through."""
+    """64 layers, 16 of them with 4 KV heads of 256: 64 units of 1 KiB a token; linear layers pass."""
     rules = (Rule(keep=(Recent(tokens=1088),)), Rule(keep=(All(),), heads=(IndexRange(first=0, last=0),)))
     model = config_model("qwen3.6-27b")
     assert [layer.layer_id for layer in model.layers] == list(range(3, 64, 4))
