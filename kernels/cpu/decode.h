@@ -10,10 +10,7 @@
 
 constexpr int CHUNK = 256;  // rows of a chunk, about
 constexpr int CHUNK_MOST = CHUNK * 3 / 2 + TILE;
-#ifndef AB
-#define AB 6144
-#endif
-constexpr int AHEAD_BYTES = AB;  // keys and values on their way: measured, 4 to 12 KiB is nearly as good
+constexpr int AHEAD_BYTES = 6144;  // keys and values on their way: measured, 4 to 12 KiB is nearly as good
 constexpr int AHEAD_MOST = 4 * TILE;
 constexpr float SLACK = 16;
 
@@ -235,7 +232,10 @@ template <class T, int D> static int64_t decode_as(const DecodeArgs& a) {
 template <class T> static int64_t decode_of(const DecodeArgs& a) {
     switch (a.cache.head_size) {
         case 64: return decode_as<T, 64>(a);
+        case 80: return decode_as<T, 80>(a);
+        case 96: return decode_as<T, 96>(a);
         case 128: return decode_as<T, 128>(a);
+        case 256: return decode_as<T, 256>(a);
         default: return decode_as<T, 0>(a);
     }
 }

@@ -5,15 +5,7 @@
 
 constexpr int TILE = 16;                // rows at a time; a multiple of every W
 constexpr int HEADS = W == 16 ? 4 : 2;  // query heads whose sums fit into registers at once
-#ifndef VARIANT
-#define VARIANT 0
-#endif
-#ifndef PSTEP
-#define PSTEP 64
-#endif
-#ifndef PFL
-#define PFL 0
-#endif
+constexpr int64_t LINE = 64;            // bytes of a cache line
 
 // How elements of T are multiplied: widened to float, unless the machine can do better.
 template <class T> struct Dot {
@@ -40,7 +32,7 @@ template <> struct Dot<bf16> {
 // Rows are read once, so they are fetched past the outer caches: measured, 10 to 20 % faster than into all of them.
 template <int D, class T> static inline void prefetch_row(const T* p, int d) {
     const char* line = (const char*)p;
-    for (int64_t i = 0; i < int64_t((D ? D : d) * sizeof(T)); i += PSTEP) __builtin_prefetch(line + i, 0, PFL);
+    for (int64_t i = 0; i < int64_t((D ? D : d) * sizeof(T)); i += LINE) __builtin_prefetch(line + i, 0, 0);
 }
 
 // logits[g][0 .. W) = q[g] . keys[0 .. W).  On the way, `soon` are the rows to prefetch, if FETCH.
@@ -54,16 +46,8 @@ static inline void dot_keys(const typename Dot<T>::E* q, const T* const* keys, c
         V acc[N][4];
         for (int g = 0; g < N; g++)
             for (int j = 0; j < 4; j++) acc[g][j] = zero();
-#if VARIANT == 0
         if (FETCH)
             for (int j = 0; j < 4; j++) prefetch_row<D>(soon[4 * i + j], d);
-#elif VARIANT == 2
-        if (FETCH)
-            for (int j = 0; j < 4; j++) prefetch_row<D>(soon[4 * i + j], d), prefetch_row<D>(soon[4 * i + j] + 16 * d, d);
-#elif VARIANT == 3
-        if (FETCH)
-            for (int j = 0; j < 2; j++) prefetch_row<D>(soon[4 * i + j], d);
-#endif
         const T *k0 = keys[4 * i], *k1 = keys[4 * i + 1], *k2 = keys[4 * i + 2], *k3 = keys[4 * i + 3];
         int c = 0;
         for (; c + M::STEP <= d; c += M::STEP) {
@@ -115,13 +99,7 @@ static inline void add_block(float* o, int d, const float* weights, const T* con
         for (int i = 0; i < M; i++) acc[g][i] = load(o + g * d + c + i * W);
     for (int t = 0; t < rows; t++) {
         V x[M];
-#if VARIANT == 0
         if (FETCH) prefetch_row<D>(soon[t] + to_value, d);
-#elif VARIANT == 1
-        if (FETCH) prefetch_row<D>(soon[t], d), prefetch_row<D>(soon[t] + to_value, d);
-#elif VARIANT == 3
-        if (FETCH) { prefetch_row<D>(soon[t] + to_value, d); if (t & 2) prefetch_row<D>(soon[t], d); }
-#endif
         Values<T, M>::get(keys[t] + to_value + c, x);
         for (int g = 0; g < N; g++) {
             V weight = set1(weights[g * TILE + t]);
