@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -30,7 +30,7 @@ from rich.table import Table
 from evaluation import needles
 from evaluation.models import model_path
 from evaluation.needles import Needle
-from evaluation.server import Launch, Server, ServerError, serve
+from evaluation.server import Launch, Server, ServerError, log_tail, serve
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAN = ROOT / "examples" / "headwise_smollm2.ir"
@@ -127,11 +127,10 @@ def ask(client: OpenAI, needle: Needle) -> Answer:
 
 def ask_all(server: Server, questions: Sequence[Needle]) -> list[Answer]:
     """All chats at once through the OpenAI interface; each answer is shown when it comes."""
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=1800, max_retries=0)
     answers: dict[int, Answer] = {}
-    with (
-        OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=1800, max_retries=0) as client,
-        ThreadPoolExecutor(len(questions)) as pool,
-    ):
+    pool = ThreadPoolExecutor(len(questions))
+    try:
         jobs = {pool.submit(ask, client, question): index for index, question in enumerate(questions)}
         for job in as_completed(jobs):
             index, answer = jobs[job], job.result()
@@ -139,6 +138,9 @@ def ask_all(server: Server, questions: Sequence[Needle]) -> list[Answer]:
             verdict = "[green]found[/]" if answer.found else "[red]lost[/]"
             text = textwrap.shorten(answer.text, 70, placeholder=" ...") or "(nothing)"
             say(f"chat {index + 1}: hidden {answer.needle.number}, {verdict}: {escape(text)}")
+    finally:
+        # An interrupted demo does not wait for its answers: the caller stops the server, which ends them.
+        pool.shutdown(wait=False, cancel_futures=True)
     return [answers[index] for index in range(len(questions))]
 
 
@@ -227,6 +229,8 @@ def main() -> None:
         sys.exit(run())
     except ServerError as error:
         sys.exit(f"demo: {error}")
+    except OpenAIError as error:
+        sys.exit(f"demo: a chat failed: {error}\n{log_tail(LOG)}")
     except KeyboardInterrupt:
         sys.exit("demo: interrupted")
 
