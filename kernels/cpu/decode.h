@@ -10,7 +10,7 @@
 
 constexpr int CHUNK = 256;  // rows of a chunk, about
 constexpr int CHUNK_MOST = CHUNK * 3 / 2 + TILE;
-constexpr int AHEAD_BYTES = 6144;  // keys and values on their way: measured, 4 to 12 KiB is nearly as good
+constexpr int FAR_BYTES = 12288, NEAR_BYTES = 4096;  // of keys and values between prefetch and use, about
 constexpr int AHEAD_MOST = 4 * TILE;
 constexpr float SLACK = 16;
 
@@ -63,7 +63,8 @@ template <class T, int D> struct Decode {
     float* partials;  // per item: [G][d] values, [G] references, [G] sums
     int32_t* left;    // at the first item of a (request, KV head): chunks not finished
     int64_t holes;
-    int d, group, ahead;  // ahead: rows to prefetch before they are needed
+    int d, group;
+    Ahead ahead;
 
     int64_t partial_floats() const { return (int64_t(group) * (d + 2) + 15) / 16 * 16; }
 
@@ -86,17 +87,20 @@ template <class T, int D> struct Decode {
         return rows;
     }
 
-    void chunk(const DecodeItem& item, const DecodeItem* next, float* o) {
+    void chunk(const DecodeItem& item, const DecodeItem* next, float* partial) {
         const T* keys[CHUNK_MOST + TILE + AHEAD_MOST];
         int64_t missing = 0, ignored = 0;
         const int64_t rows = find_rows(item, CHUNK_MOST, keys, missing);
         if (missing) __atomic_fetch_add(&holes, missing, __ATOMIC_RELAXED);
 
-        float* memory = (float*)scratch(1, int64_t(group) * (TILE + W + d) * sizeof(float) + group * sizeof(Softmax));
+        // Sums are made here and not in `partials`, where the lines of other threads are near.
+        const int64_t head_bytes = (TILE + W + 2 * d) * sizeof(float) + sizeof(Softmax);
+        float* memory = (float*)scratch(1, group * head_bytes);
         float* s = memory;               // [group][TILE]
         float* sums = s + group * TILE;  // [group][W]
-        E* q = (E*)(sums + group * W);   // [group][d]
-        Softmax* softmax = (Softmax*)(sums + int64_t(group) * (W + d));
+        float* o = sums + group * W;     // [group][d]
+        E* q = (E*)(o + group * d);      // [group][d]
+        Softmax* softmax = (Softmax*)(o + 2 * group * d);
         for (int g = 0; g < group; g++) {
             const T* from = (const T*)a.q + item.request * a.q_batch_stride + (item.head * group + g) * a.q_head_stride;
             for (int c = 0; c < d; c++) q[g * d + c] = Dot<T>::from(from[c]);
@@ -110,8 +114,11 @@ template <class T, int D> struct Decode {
             int64_t more = next ? find_rows(*next, AHEAD_MOST, keys + rows, ignored) : 0;
             for (int64_t i = rows + more; i < rows + TILE + AHEAD_MOST; i++) keys[i] = keys[i - 1];
             const int64_t to_value = a.cache.page_rows * d;
-            for (int i = 0; i < ahead; i++) prefetch_row<D>(keys[i], d);
-            for (int i = 0; i < ahead; i++) prefetch_row<D>(keys[i] + to_value, d);
+            for (int i = 0; i < ahead.far; i++)
+                for (int c = 0; c < d; c += LINE / sizeof(T)) {
+                    prefetch(keys + i, c, {0, 0});
+                    prefetch(keys + i, to_value + c, {0, 0});
+                }
             for (int64_t t = 0; t < rows; t += TILE) {
                 const int n = rows - t < TILE ? int(rows - t) : TILE;
                 dot(q, keys + t, n, s);
@@ -120,44 +127,46 @@ template <class T, int D> struct Decode {
                 values(o, s, keys + t, to_value, n);
             }
         }
+        __builtin_memcpy(partial, o, int64_t(group) * d * sizeof(float));
         for (int g = 0; g < group; g++) {
-            o[int64_t(group) * d + g] = softmax[g].reference;
-            o[int64_t(group) * d + group + g] = sum(load(sums + g * W));
+            partial[int64_t(group) * d + g] = softmax[g].reference;
+            partial[int64_t(group) * d + group + g] = sum(load(sums + g * W));
         }
     }
 
-    inline void dot(const E* q, const T* const* keys, int rows, float* s) {
+    // Only the first of several passes over the same rows prefetches.
+    inline void dot(const E* q, const T* const* keys, int rows, float* s) const {
         for (int i = 0; i < rows; i += W) {
             const T* const* k = keys + i;
             int g = 0;
             if (group >= HEADS) {
-                dot_keys<T, D, HEADS, true>(q, k, k + ahead, d, s + i);
+                dot_keys<T, D, HEADS, true>(q, k, d, s + i, ahead);
                 for (g = HEADS; g + HEADS <= group; g += HEADS)
-                    dot_keys<T, D, HEADS, false>(q + g * d, k, k, d, s + g * TILE + i);
-                if (HEADS > 2 && group - g == 3) dot_keys<T, D, 3, false>(q + g * d, k, k, d, s + g * TILE + i);
-                if (HEADS > 2 && group - g == 2) dot_keys<T, D, 2, false>(q + g * d, k, k, d, s + g * TILE + i);
-                if (group - g == 1) dot_keys<T, D, 1, false>(q + g * d, k, k, d, s + g * TILE + i);
+                    dot_keys<T, D, HEADS, false>(q + g * d, k, d, s + g * TILE + i, ahead);
+                if (HEADS > 2 && group - g == 3) dot_keys<T, D, 3, false>(q + g * d, k, d, s + g * TILE + i, ahead);
+                if (HEADS > 2 && group - g == 2) dot_keys<T, D, 2, false>(q + g * d, k, d, s + g * TILE + i, ahead);
+                if (group - g == 1) dot_keys<T, D, 1, false>(q + g * d, k, d, s + g * TILE + i, ahead);
             } else {
-                if (HEADS > 2 && group == 3) dot_keys<T, D, 3, true>(q, k, k + ahead, d, s + i);
-                if (HEADS > 2 && group == 2) dot_keys<T, D, 2, true>(q, k, k + ahead, d, s + i);
-                if (group == 1) dot_keys<T, D, 1, true>(q, k, k + ahead, d, s + i);
+                if (HEADS > 2 && group == 3) dot_keys<T, D, 3, true>(q, k, d, s + i, ahead);
+                if (HEADS > 2 && group == 2) dot_keys<T, D, 2, true>(q, k, d, s + i, ahead);
+                if (group == 1) dot_keys<T, D, 1, true>(q, k, d, s + i, ahead);
             }
         }
     }
 
-    inline void values(float* o, const float* s, const T* const* k, int64_t to_value, int rows) {
+    inline void values(float* o, const float* s, const T* const* k, int64_t to_value, int rows) const {
         int g = 0;
         if (group >= 4) {
-            add_values<T, D, 4, true>(o, d, s, k, k + ahead, to_value, rows);
+            add_values<T, D, 4, true>(o, d, s, k, to_value, rows, ahead);
             for (g = 4; g + 4 <= group; g += 4)
-                add_values<T, D, 4, false>(o + g * d, d, s + g * TILE, k, k, to_value, rows);
-            if (group - g == 3) add_values<T, D, 3, false>(o + g * d, d, s + g * TILE, k, k, to_value, rows);
-            if (group - g == 2) add_values<T, D, 2, false>(o + g * d, d, s + g * TILE, k, k, to_value, rows);
-            if (group - g == 1) add_values<T, D, 1, false>(o + g * d, d, s + g * TILE, k, k, to_value, rows);
+                add_values<T, D, 4, false>(o + g * d, d, s + g * TILE, k, to_value, rows, ahead);
+            if (group - g == 3) add_values<T, D, 3, false>(o + g * d, d, s + g * TILE, k, to_value, rows, ahead);
+            if (group - g == 2) add_values<T, D, 2, false>(o + g * d, d, s + g * TILE, k, to_value, rows, ahead);
+            if (group - g == 1) add_values<T, D, 1, false>(o + g * d, d, s + g * TILE, k, to_value, rows, ahead);
         } else {
-            if (group == 3) add_values<T, D, 3, true>(o, d, s, k, k + ahead, to_value, rows);
-            if (group == 2) add_values<T, D, 2, true>(o, d, s, k, k + ahead, to_value, rows);
-            if (group == 1) add_values<T, D, 1, true>(o, d, s, k, k + ahead, to_value, rows);
+            if (group == 3) add_values<T, D, 3, true>(o, d, s, k, to_value, rows, ahead);
+            if (group == 2) add_values<T, D, 2, true>(o, d, s, k, to_value, rows, ahead);
+            if (group == 1) add_values<T, D, 1, true>(o, d, s, k, to_value, rows, ahead);
         }
     }
 
@@ -191,8 +200,8 @@ template <class T, int D> struct Decode {
 
 template <class T, int D> static int64_t decode_as(const DecodeArgs& a) {
     const int d = int(a.cache.head_size), group = int(a.query_heads / a.kv_heads);
-    int ahead = int(AHEAD_BYTES / (2 * d * sizeof(T)));
-    ahead = ahead < 4 ? 4 : ahead > AHEAD_MOST ? AHEAD_MOST : ahead;
+    const int row_bytes = 2 * d * int(sizeof(T)), far = FAR_BYTES / row_bytes, near = NEAR_BYTES / row_bytes;
+    const Ahead ahead{far < 4 ? 4 : far > AHEAD_MOST ? AHEAD_MOST : far, near < 2 ? 2 : near > TILE ? TILE : near};
     Decode<T, D> work{a, nullptr, nullptr, nullptr, 0, d, group, ahead};
     int64_t most = 0, visible_bytes = 0;
     for (int64_t b = 0; b < a.batch; b++) most += (a.lens[b] > 0 ? a.lens[b] : 0) / CHUNK + 1;
