@@ -1,9 +1,10 @@
-"""Mutates policy texts and checks that the language never crashes, hangs, or refuses without a reason.
+"""Mutates and makes up policies, and checks that nothing crashes, hangs, or is refused without a reason.
 
     python -m bench.fuzz_language --count 200000 --seed 1
 
-A text that is accepted must verify, print, format and read back equal; a text that is refused must say why,
-each time with a known code and a place inside the text.  The test suite runs a few thousand of them.
+A text that is accepted must verify, print, format and read back equal, and lower for two models or say why
+not; a text that is refused must say why, each time with a known code and a place inside the text.  One in
+four is made from the types, the others are mutations of the examples.  The test suite runs a few thousand.
 """
 
 from __future__ import annotations
@@ -16,15 +17,28 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.random_policies import random_policy
+from kvir.lowering import footprint, plan_file
+from kvir.lowering.model_facts import facts_of
+from kvir.lowering.pipeline import lower
+from kvir.lowering.stages import ModelFacts
 from kvir.lowering.verify import Verify
-from kvir.policy_ir import parse, print_policy, read, render
+from kvir.policy_ir import Policy, PolicyError, Report, Source, parse, print_policy, read, render
 from kvir.policy_ir.codes import codes
 from kvir.policy_ir.format import format_text
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MAX_SECONDS = 1.0
+MADE_SHARE = 0.25  # of the texts, made from the types
 
 CODES = frozenset(codes())
+_SHAPE = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "hidden_size": 96}
+# one model without windows of its own, one with
+MODELS: tuple[ModelFacts, ...] = (
+    facts_of({"model_type": "llama", "num_hidden_layers": 4, "max_position_embeddings": 4096, **_SHAPE}),
+    facts_of({"model_type": "gemma3_text", "num_hidden_layers": 6, "sliding_window": 64, **_SHAPE}),
+)
+LENGTHS = (1, 100, 5000)
 _TEXT = """
 all sink recent top_k top_p keep layers heads phase prefill decode windows table full null ~ true
 false tokens fraction per_head per_layer ramp total by scope head layer model attention key_norm rkv
@@ -54,6 +68,7 @@ class Outcome:
 
     accepted: int = 0
     refused: int = 0
+    lowered: int = 0
     slowest_seconds: float = 0.0
     by_code: Counter[str] = field(default_factory=Counter[str])
     failures: list[tuple[bytes, str]] = field(default_factory=list[tuple[bytes, str]])
@@ -65,7 +80,8 @@ def run(count: int, seed: int) -> Outcome:
     seeds = [path.read_text(encoding="utf-8") for path in sorted(EXAMPLES.rglob("*.ir"))]
     outcome = Outcome()
     for _ in range(count):
-        text = mutate(chance, seeds)
+        made = chance.random() < MADE_SHARE
+        text = print_policy(random_policy(chance)).encode() if made else mutate(chance, seeds)
         begin = time.process_time()
         try:
             problem = check(text, outcome)
@@ -101,11 +117,35 @@ def check(text: bytes, outcome: Outcome) -> str | None:
     if report.error_count:
         return "accepted with errors"
     Verify(report)(policy)
+    outcome.by_code.update({d.code for d in report})
     if parse(print_policy(policy)) != policy:
         return "does not print"
     formatted = format_text(text)
     if parse(formatted) != policy or format_text(formatted) != formatted:
         return "does not format"
+    return None if report.error_count else check_lowering(policy, outcome)
+
+
+def check_lowering(policy: Policy, outcome: Outcome) -> str | None:
+    """What is wrong with how a policy that makes sense by itself is lowered."""
+    for model in MODELS:
+        report = Report(Source("fuzz.ir", ""))
+        try:
+            plan = lower(policy, model, dtype="bfloat16", report=report)
+        except PolicyError:
+            if not report.error_count:
+                return "not lowered, without a reason"
+        else:
+            outcome.lowered += 1
+            if plan_file.decode(plan_file.encode(plan), report) != plan:
+                return "the plan does not read back"
+            for n in LENGTHS:
+                least, most = footprint.done_pages(plan.layout, n + 50, n)
+                if not 0 <= least <= most <= footprint.peak_pages(plan.layout, n + 50, n):
+                    return f"bounds at {n} are {least}..{most}"
+        if unknown := {d.code for d in report} - CODES:
+            return f"unknown codes {unknown}"
+        outcome.by_code.update({d.code for d in report})
     return None
 
 
@@ -198,11 +238,17 @@ def main() -> int:
     begin = time.monotonic()
     outcome = run(args.count, args.seed)
     rate = args.count / (time.monotonic() - begin)
-    print(f"{outcome.accepted} accepted, {outcome.refused} refused, {rate:.0f} texts/s")
-    print(f"slowest {outcome.slowest_seconds:.2f} s; codes: {dict(sorted(outcome.by_code.items()))}")
+    print(
+        f"{outcome.accepted} accepted, {outcome.refused} refused, {outcome.lowered} plans, {rate:.0f} texts/s"
+    )
+    print(f"codes: {dict(sorted(outcome.by_code.items()))}")
     for text, problem in outcome.failures[:10]:
         print(f"--- {problem}\n{text[:2000]!r}")
-    print(f"{len(outcome.failures)} failures")
+    print(f"bench: fuzz_texts = {args.count}")
+    print(f"bench: fuzz_plans = {outcome.lowered}")
+    print(f"bench: fuzz_codes_reached = {len(outcome.by_code)}")
+    print(f"bench: fuzz_slowest_s = {outcome.slowest_seconds:.2f}")
+    print(f"bench: fuzz_failures = {len(outcome.failures)}")
     return 1 if outcome.failures else 0
 
 

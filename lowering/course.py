@@ -186,8 +186,10 @@ class Course:
         """Rows of the partial last page that stay where they are when a selection of decode runs."""
         if not tail_stays(fold, self._size):
             return NO_ROWS
-        start, (_, recent) = n - n % self._size, self._prompt_window
-        least = n - max(start, self.prompt) + min(max(0, self.prompt - start), recent)
+        start, (sink, recent) = n - n % self._size, self._prompt_window
+        of_prompt = max(0, self.prompt - start)
+        kept = min(of_prompt, max(0, min(sink, self.prompt) - start) + min(of_prompt, recent))
+        least = n - max(start, self.prompt) + kept
         return Bounds(least, least if self._prompt_run is None else n - start)
 
     def _counted(self, n: int) -> int:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from kvir.kernels.catalog import ATTEND_OPS, CACHE_POSITIONS, COMPACT_ROWS, SELECT_OPS, Job, candidates
 from kvir.lowering.device_facts import DEVICES, DeviceFacts, multiprocessors
 from kvir.lowering.selections import tag
-from kvir.lowering.stages import KernelChoice, KernelPlan, LayoutPlan, MassAmount, Selection
+from kvir.lowering.stages import KernelChoice, KernelPlan, LayoutPlan, MassAmount, OpenAmount, Selection
 from kvir.policy_ir.diagnostic import Report
 from kvir.policy_ir.nodes import Rule, TopK, TopP
 from kvir.policy_ir.rules import Merge, PrefillChunk
@@ -119,7 +119,9 @@ def layer_job(op: str, layout: LayoutPlan, index: int, device: DeviceFacts) -> J
 
 def _lengths(kept: Sequence[object], selections: Sequence[Selection]) -> int:
     """How many lengths the heads of a layer have; any number, where scores decide."""
-    open_ended = any(q.group > 1 or isinstance(q.amount, MassAmount) for s in selections for q in s.quotas)
+    open_ended = any(
+        q.group > 1 or isinstance(q.amount, MassAmount | OpenAmount) for s in selections for q in s.quotas
+    )
     return len(kept) if open_ended else len(set(kept))
 
 

@@ -15,6 +15,7 @@ from typing import assert_never
 from kvir.lowering.spans import Bounds
 from kvir.lowering.stages import (
     MassAmount,
+    OpenAmount,
     Quota,
     RampAmount,
     RowsAmount,
@@ -119,16 +120,21 @@ def kept_rows_of_all(run: Run, units: int, groups: Sequence[int]) -> Bounds:
 @lru_cache(maxsize=4096)
 def unit_rows(quota: Quota, candidates: int, n: int, prompt: int, again: bool = False) -> Bounds:
     """Rows that one term keeps in one unit, of so many candidates at most."""
-    if isinstance(quota.amount, MassAmount):
+    if isinstance(quota.amount, MassAmount | OpenAmount):
         cap = candidates if quota.cap is None else quota.cap
-        return Bounds(min(candidates, quota.floor), min(candidates, cap))
+        low = quota.floor if quota.floor >= candidates else max(0, quota.floor - _left_over(quota))
+        return Bounds(min(candidates, low), min(candidates, cap))
     total = _total(quota, candidates, n, prompt)
     low, high = total, total
     if quota.group > 1:
         # a unit that lost before cannot win what its rivals leave, and one that won may win what they lack
-        rivals = quota.group - 1
-        low = quota.floor if again else max(quota.floor, total - rivals * candidates)
-        high = total if again else total - rivals * min(quota.floor, candidates)
+        rivals, tied = quota.group - quota.tied, quota.tied
+
+        def sure(rows: int) -> int:  # of so many rows, those that whole blocks can hold
+            return max(0, rows - quota.block + 1)
+
+        low = quota.floor if again else max(quota.floor, (total - rivals * candidates) // tied)
+        high = (total if again else total - rivals * min(sure(quota.floor), candidates)) // tied
         high = high if quota.cap is None else min(high, quota.cap)
         mean = Fraction(total, quota.group)
         match quota.safeguard:
@@ -136,44 +142,61 @@ def unit_rows(quota: Quota, candidates: int, n: int, prompt: int, again: bool = 
                 pass
             case Blend(share=share):
                 equal = _decimal(share) * mean
-                low = _round(low * (1 - _decimal(share)) + equal, "nearest")
+                # blocks may be left over when units compete, and again when each takes its own
+                won = max(0, low - _left_over(quota)) if low < candidates else low
+                low = _round(won * (1 - _decimal(share)) + equal, "nearest")
                 high = _round(high * (1 - _decimal(share)) + equal, "nearest")
             case Protect(share=share):
                 # with `counts: kept`, rows of the other terms come first
                 safe = max(0, floor(_decimal(share) * (mean + quota.inside)) - quota.inside)
-                low, high = max(low, safe), high if again else min(high, total - rivals * safe)
+                low, high = (
+                    max(low, safe),
+                    high if again else min(high, (total - rivals * sure(safe)) // tied),
+                )
             case _:
                 assert_never(quota.safeguard)
     elif again:
-        low = _lowest(quota, total)
-    if quota.block > 1 and low < candidates:
-        # whole blocks; the ones at both ends of the candidates may be cut
-        low = max(0, low - 3 * (quota.block - 1))
+        low, high = _before(quota, total)
+    if low < candidates:
+        low = max(0, low - _left_over(quota))
     return Bounds(min(low, candidates), min(high, candidates))
 
 
 def group_rows(quota: Quota, candidates: int, n: int, prompt: int, again: bool = False) -> Bounds:
     """Rows that one term keeps in all units of a group together."""
     one = unit_rows(quota, candidates, n, prompt, again)
-    if isinstance(quota.amount, MassAmount):
+    if isinstance(quota.amount, MassAmount | OpenAmount):
         return Bounds(one.least * quota.group, one.most * quota.group)
     total = _total(quota, candidates, n, prompt)
-    if quota.block > 1:
-        return Bounds(one.least * quota.group, total)
-    low = _lowest(quota, total) if again else total
+    low, high = _before(quota, total) if again else (total, total)
+    if low < quota.group * candidates:
+        low = max(0, low - _left_over(quota))
+    if quota.group > 1 and quota.cap is not None and quota.cap < candidates:
+        # a cap holds whole blocks only
+        low = min(low, quota.group * max(0, quota.cap - quota.block + 1))
     if isinstance(quota.safeguard, Blend):
         # each unit's share is rounded by itself; what a blend grants a unit that lost before is not there
         slack = (quota.group + 1) // 2
-        low = one.least * quota.group if again else max(0, low - slack)
-        return Bounds(low, min(total + slack, quota.group * candidates))
-    return Bounds(low, total)
+        low = max(0, low - slack - quota.group * (quota.block - 1))
+        low = one.least * quota.group if again else low
+        high += slack
+    return Bounds(low, min(high, quota.group * candidates))
 
 
-def _lowest(quota: Quota, total: int) -> int:
-    """What a budget may have been before.  Only a ramp rises: a sequence was too short for it once."""
-    if isinstance(quota.amount, RampAmount):
-        return min(total, quota.group * max(0, quota.amount.mean - quota.inside))
-    return total
+def _left_over(quota: Quota) -> int:
+    """The most rows of a budget that stay unused because the next block does not fit."""
+    return max(quota.block, quota.step) - 1
+
+
+def _before(quota: Quota, total: int) -> tuple[int, int]:
+    """What a budget may have been at a selection before this one, or with fewer candidates.
+
+    Only a ramp depends on them: a sequence that is too short for it gets its mean.
+    """
+    if not isinstance(quota.amount, RampAmount):
+        return total, total
+    flat = quota.group * max(0, quota.amount.mean - quota.inside)
+    return min(total, flat), max(total, flat)
 
 
 def _total(quota: Quota, candidates: int, n: int, prompt: int) -> int:
@@ -189,7 +212,7 @@ def _total(quota: Quota, candidates: int, n: int, prompt: int) -> int:
             total = max(0, rows - group * quota.inside)
         case RampAmount():
             total = group * _ramp(quota.amount, quota.inside, candidates, n)
-        case MassAmount():
+        case MassAmount() | OpenAmount():
             total = group * candidates
         case _:
             assert_never(quota.amount)

@@ -13,6 +13,7 @@ from kvir.lowering.stages import (
     Amount,
     BoundPolicy,
     MassAmount,
+    OpenAmount,
     Quota,
     RampAmount,
     RowsAmount,
@@ -101,19 +102,31 @@ class RuleSelections:
                 assert_never(term)
 
     def _top_k(self, term: TopK, unit: Unit) -> Quota:
-        scope = "model" if isinstance(term.budget, Preference) else term.scope
+        scope, tied, step = term.scope, 1, term.block
         group = {"head": 1, "layer": self._per_layer[unit[0]], "model": len(self._units)}[scope]
+        if term.tie == "layer" and scope == "model":
+            tied, step = self._per_layer[unit[0]], term.block * max(self._per_layer.values())
         alone = group == 1
+        if isinstance(term.budget, Preference) and scope != "model":
+            bounded = scope == "layer" and (term.floor or term.cap or term.safeguard)
+            if bounded or term.block > 1:
+                floor, cap = (term.floor, term.cap) if scope == "layer" else (0, None)
+                return Quota(by=tag(term.by), amount=OpenAmount(), floor=floor, cap=cap, block=term.block)
+            # layers compete; the units of one get equally many rows, unless they compete among themselves
+            heads = max(self._per_layer.values())
+            scope, group, tied = "model", len(self._layers) * heads, heads if scope == "head" else 1
         return Quota(
             by=tag(term.by),
             amount=self._amount(term, unit),
             inside=sum(positions(self._rule)) if term.counts == "kept" else 0,
-            scope="head" if alone else scope,
+            scope="head" if group == 1 else scope,
             group=group,
             floor=0 if alone else term.floor,
             cap=None if alone else term.cap,
             safeguard=None if alone else term.safeguard,
             block=term.block,
+            tied=tied,
+            step=step if group > 1 else 1,
         )
 
     def _amount(self, term: TopK, unit: Unit) -> Amount:

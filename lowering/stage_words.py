@@ -6,6 +6,7 @@ from typing import assert_never
 
 from kvir.lowering.stages import (
     MassAmount,
+    OpenAmount,
     PageSpan,
     Quota,
     RampAmount,
@@ -73,6 +74,8 @@ def amount_words(quota: Quota) -> str:
             return f"{max(0, mean - quota.inside):,} on a ramp ({index + 1} of {count})"
         case MassAmount(mass=mass):
             return f"{mass:.4g} of the mass"
+        case OpenAmount():
+            return "as many as its layer is given"
         case _:
             assert_never(quota.amount)
 

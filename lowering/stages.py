@@ -94,7 +94,11 @@ class MassAmount(Stage, frozen=True, kw_only=True, tag="mass"):
     mass: float
 
 
-Amount = RowsAmount | ShareAmount | TotalAmount | RampAmount | MassAmount
+class OpenAmount(Stage, frozen=True, kw_only=True, tag="open"):
+    """As many as attention gives the unit's layer, within the bounds of one unit."""
+
+
+Amount = RowsAmount | ShareAmount | TotalAmount | RampAmount | MassAmount | OpenAmount
 
 
 class Quota(Stage, frozen=True, kw_only=True, omit_defaults=True):
@@ -114,6 +118,8 @@ class Quota(Stage, frozen=True, kw_only=True, omit_defaults=True):
     cap: int | None = None
     safeguard: Safeguard | None = None
     block: int = 1
+    tied: int = 1  # rivals that keep as many rows as this unit, itself included
+    step: int = 1  # rows that rivals take at once: a block of each unit in the largest tie
 
 
 class Selection(Stage, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,4 +1,4 @@
-"""Rules about score-based terms that need only the policy (KV110 to KV118); `lowering/verify` calls `check`.
+"""Rules about score-based terms that need only the policy (KV110 to KV119); `lowering/verify` calls `check`.
 
 Everything here is about one rule at a time.  Places are paths that `Source.span` resolves.
 """
@@ -15,6 +15,16 @@ from kvir.policy_ir.diagnostic import Report
 from kvir.policy_ir.nodes import Policy, Rule
 from kvir.policy_ir.pools import AveragePool, MaxPool
 from kvir.policy_ir.rules import Every, Evict, Over, PrefillChunk, PrefillEnd
+from kvir.policy_ir.scores import (
+    CriticalKV,
+    KeyDiff,
+    KeyNorm,
+    Redundancy,
+    Rkv,
+    Score,
+    Sum,
+    ValueWeighted,
+)
 from kvir.policy_ir.source import Span
 from kvir.policy_ir.terms import Recent, Sink, TopK, TopP
 
@@ -42,7 +52,9 @@ class _Checker:
         self._trigger(rule)
         for i, term in selecting:
             self._bounds(term, f".keep[{i}]")
-            if isinstance(term, TopK):
+            if isinstance(term, TopP):
+                self._mass(term, f".keep[{i}]")
+            else:
                 self._units(term, f".keep[{i}]")
                 self._tables(term, f".keep[{i}]")
                 self._rest(term, rule, f".keep[{i}]")
@@ -91,6 +103,19 @@ class _Checker:
         if term.cap is not None and term.floor > term.cap:
             message = f"the floor {term.floor} is above the cap {term.cap}"
             self._error("KV110", message, f"{path}.floor", f"lower `floor` to {term.cap}, or raise `cap`")
+
+    def _mass(self, term: TopP, path: str) -> None:
+        score, field = (term.by, "by") if term.of is None else (term.of, "of")
+        if negative(score):
+            tag = type(score).__struct_config__.tag
+            self._error(
+                "KV119",
+                f"`top_p` counts the mass of a distribution, and `{tag}` has negative scores",
+                f"{path}.{field}",
+                "add `of: attention`, which counts; the rows are still chosen `by` the other score"
+                if field == "by"
+                else "write `of: attention`",
+            )
 
     def _units(self, term: TopK, path: str) -> None:
         alone = term.scope == "head"
@@ -148,6 +173,19 @@ class _Checker:
     def _place(self, path: str) -> Span | None:
         source = self._report.source
         return None if source.root is None else source.span(self._root + path)
+
+
+def negative(score: Score) -> bool:
+    """Whether a score is below zero by its nature."""
+    match score:
+        case KeyNorm() | KeyDiff() | Redundancy() | Rkv():
+            return True
+        case CriticalKV(base=base) | ValueWeighted(base=base):
+            return negative(base)
+        case Sum(parts=parts):
+            return any(p.weight < 0 or p.scale == "z_score" or negative(p.score) for p in parts)
+        case _:
+            return False
 
 
 def _parts(node: Struct, path: str) -> Iterator[tuple[str, Struct]]:

@@ -28,8 +28,8 @@ def codes() -> dict[str, Code]:
     return dict(sorted({**TEXT, **POLICY, **LOWERING}.items()))
 
 
-def explain(name: str) -> str:
-    """The page of one code, for a terminal.
+def explain(name: str, columns: int | None = None) -> str:
+    """The page of one code, for a terminal of so many columns; without a width, paragraphs are one line.
 
     Raises:
         KeyError: no such code; the message names the nearest one.
@@ -44,6 +44,10 @@ def explain(name: str) -> str:
             f"no code {name}" + (f"; did you mean {guess}?" if guess else f"; try {next(iter(table))}")
         )
     parts = [f"{name.upper()}: {code.title}", code.what, code.why]
+    if columns is not None:
+        import textwrap
+
+        parts = [textwrap.fill(part, columns, break_on_hyphens=False) for part in parts]
     parts += ["Refused:\n" + _indented(code.example), "Instead:\n" + _indented(code.instead)]
     return "\n\n".join(parts) + "\n"
 

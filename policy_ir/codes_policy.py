@@ -133,4 +133,11 @@ POLICY: dict[str, Code] = {
         "keep: [{recent: 512}, {top_k: {tokens: 256, by: attention, counts: kept}}]",
         "keep: [{recent: 512}, {top_k: {tokens: 1024, by: attention, counts: kept}}]",
     ),
+    "KV119": Code(
+        "mass of a score that has none",
+        "`top_p` takes its count from a score that is negative by its nature.",
+        "Only what is never below zero, like attention, can hold a share of a sum.",
+        "top_p: {mass: 0.9, by: rkv}",
+        "top_p: {mass: 0.9, by: rkv, of: attention}",
+    ),
 }

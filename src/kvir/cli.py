@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from kvir.cli_parser import parser
-from kvir.cli_parts import Usage, model_in, print_report
+from kvir.cli_parts import Usage, columns, model_in, print_report
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # as shells report SIGINT
@@ -89,7 +89,7 @@ def explain(args: argparse.Namespace) -> int:
     from kvir.policy_ir.codes import explain as page
 
     try:
-        print(page(args.code), end="")
+        print(page(args.code, columns(sys.stdout)), end="")
     except KeyError as error:
         raise Usage(error.args[0]) from None
     return 0

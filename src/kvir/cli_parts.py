@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from kvir.lowering.stages import ModelFacts
@@ -26,15 +26,15 @@ def print_report(report: Report) -> None:
     from kvir.policy_ir import render
 
     color = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    print(render.full(report, color=color, columns=_columns()), end="", file=sys.stderr)
+    print(render.full(report, color=color, columns=columns(sys.stderr)), end="", file=sys.stderr)
 
 
-def _columns() -> int | None:
+def columns(stream: TextIO) -> int | None:
     """The width of the terminal, or what `COLUMNS` says, as shells and rich have it."""
     given = os.environ.get("COLUMNS", "")
     if given.isdigit() and int(given) > 0:
         return int(given)
     try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns
+        return os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):
         return None
