@@ -45,7 +45,7 @@ _ALL = (
     DeviceFacts(name="cpu", kind="cpu", arch="x86_64"),
     DeviceFacts(name="cuda", kind="cuda", arch="sm_80"),
     _card("a100-40gb", "sm_80", 108, 40 * GB, 1_555 * GB, 40 * MIB, 163 * KIB),
-    _card("a100-80gb", "sm_80", 108, 80 * GB, 2_039 * GB, 40 * MIB, 163 * KIB),
+    _card("a100", "sm_80", 108, 80 * GB, 2_039 * GB, 40 * MIB, 163 * KIB),
     _card("h100-pcie", "sm_90", 114, 80 * GB, 2_039 * GB, 50 * MIB, 227 * KIB),
     _card("h100", "sm_90", 132, 80 * GB, 3_350 * GB, 50 * MIB, 227 * KIB),
     _card("h200", "sm_90", 132, 141 * GB, 4_800 * GB, 50 * MIB, 227 * KIB),

@@ -15,7 +15,7 @@ TEXT: dict[str, Code] = {
     ),
     "KV002": Code(
         "the text is too large",
-        "The text has more than 1 MiB.",
+        "The text has more than 512 KiB.",
         "A policy is a few lines; the largest, a windows table for a big"
         " model, is about 150 kB. The limit keeps a"
         " wrong file, or a hostile one, from taking time and memory.",

@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", choices=DTYPES, help="of the KV cache; default: the model's")
     p.add_argument("--device", help="default: cpu")
     p.add_argument("--page-tokens", type=int, metavar="N", help="default: 16")
-    p.add_argument("-o", "--output", metavar="FILE", help="as JSON; default: standard output")
+    p.add_argument("-o", "--output", metavar="FILE", help="as JSON; default, and `-`: standard output")
     p.add_argument("--print-after", action="append", choices=PASSES, help="print that stage; may repeat")
     p.add_argument(
         "--from", dest="start", choices=("text", *PASSES), help="what FILE must hold; default: any"

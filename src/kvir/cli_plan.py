@@ -34,7 +34,7 @@ def lower(args: argparse.Namespace) -> int:
     stage = _lower(args.to, start, report, args, observe)
     if len(report):
         print_report(report)
-    if args.output is not None:
+    if args.output not in (None, "-"):
         write_atomically(args.output, stage_file.encode(stage))
     elif args.to == "plan":
         sys.stdout.write(stage_file.encode(stage).decode())

@@ -132,8 +132,8 @@ HOSTILE = {
     "a long range": (HEAD + f"rules: [{{layers: {'9' * 100_000}..1, keep: all}}]", "KV027"),
     "a long key": (HEAD + f"{'k' * 900}: 1", "KV020"),
     "a long word": (HEAD + f"rules: [{{keep: {'k' * 500_000}}}]", "KV025"),
-    "200,000 keys": (HEAD + "".join(f"k{i}: 1\n" for i in range(80_000)), "KV020"),
-    "200,000 equal keys": (HEAD + "name: x\n" * 100_000, "KV024"),
+    "50,000 keys": (HEAD + "".join(f"k{i}: 1\n" for i in range(50_000)), "KV020"),
+    "60,000 equal keys": (HEAD + "name: x\n" * 60_000, "KV024"),
     "200,000 wrong terms": (HEAD + f"rules: [{{keep: [{'x,' * 200_000}]}}]", "KV025"),
     "a constructor": (HEAD + "rules: !!python/object/apply:os.system [ls]", "KV010"),
     "a bool as a number": (HEAD + "rules: [{keep: {recent: true}}]", "KV022"),
@@ -149,7 +149,7 @@ def test_hostile_text_is_refused(text: str | bytes, code: str) -> None:
     assert parsed.policy is None
     assert code in codes(parsed)
     assert all(d.span is not None and 0 <= d.span.start <= d.span.end for d in parsed.report)
-    assert seconds < 2, f"{seconds:.1f} s"
+    assert seconds < 1, f"{seconds:.1f} s of the processor"
 
 
 def test_text_over_the_limit_is_refused_unread() -> None:
@@ -163,12 +163,17 @@ def test_findings_are_capped_but_counted() -> None:
     assert (len(report), report.error_count, report.omitted) == (200, 1000, 800)
 
 
-def test_a_table_for_a_large_model_reads_fast() -> None:
-    row = f"[{', '.join(['131072'] * 128)}]"
-    text = HEAD + f"windows: {{table: [{', '.join([row] * 200)}]}}"
+# 200 layers of 128 heads; and what takes longest to read of all texts of the largest size
+TABLES = {"large model": ([131072] * 128, 200), "tallest": ([9], 124_000)}
+
+
+@pytest.mark.parametrize(("row", "rows"), TABLES.values(), ids=TABLES.keys())
+def test_a_table_reads_in_a_second(row: list[int], rows: int) -> None:
+    text = HEAD + f"windows: {{table: [{','.join([str(row).replace(' ', '')] * rows)}]}}"
+    assert len(text) < MAX_TEXT_BYTES
     begin = time.process_time()
     assert parse(text).windows is not None
-    assert time.process_time() - begin < 2
+    assert time.process_time() - begin < 1
 
 
 # ---- files -------------------------------------------------------------------------------------------------
@@ -191,11 +196,11 @@ def test_a_file_that_cannot_be_read_is_a_finding(tmp_path: Path, name: str) -> N
 
 def test_import_is_cheap_and_needs_no_torch() -> None:
     code = (
-        "import sys, time; t = time.perf_counter(); import kvir.policy_ir; d = time.perf_counter() - t;"
+        "import sys, time; t = time.process_time(); import kvir.policy_ir; d = time.process_time() - t;"
         "assert not {'torch', 'rich', 'numpy', 'sglang'} & set(sys.modules), sys.modules; print(d)"
     )
     seconds = min(
         float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
         for _ in range(3)
     )
-    assert seconds < 0.15  # 0.05 s on an idle machine
+    assert seconds < 0.1  # of the processor: the machine may be loaded; 0.05 s is usual
