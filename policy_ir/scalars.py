@@ -19,7 +19,7 @@ MAX_TEXT_LENGTH = 1000
 MAX_DIGITS = 18
 
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
-_NUMBER = re.compile(r"[-+]?(0|[1-9][0-9]*)?(\.[0-9]+|(?<=[0-9])\.)?([eE][-+]?[0-9]+)?")
+_NUMBER = re.compile(r"[-+]?(?=\.?[0-9])(0|[1-9][0-9]*)?(\.[0-9]+|(?<=[0-9])\.)?([eE][-+]?[0-9]+)?")
 _LIKE_NUMBER = re.compile(r"[-+]?\.?[0-9]|[-+]?\.(inf|nan)", re.IGNORECASE)
 _RANGE = re.compile(r"([0-9]{1,18})(?:\.\.([0-9]{1,18}))?")
 _NOTHING = ("", "~", "null", "Null", "NULL")
@@ -132,7 +132,7 @@ def looks_numeric(node: Scalar) -> bool:
 
 def is_text(plain: str) -> bool:
     """Whether YAML reads an unquoted scalar as text, not as a number, a truth value or nothing."""
-    is_number = _NUMBER.fullmatch(plain) is not None and any(c.isdigit() for c in plain)
+    is_number = _NUMBER.fullmatch(plain) is not None
     return plain not in (*_NOTHING, "true", "false") and not is_number
 
 

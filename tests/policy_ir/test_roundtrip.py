@@ -91,6 +91,30 @@ def test_builder_makes_what_text_says() -> None:
     assert built == parse(text)
 
 
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
+def test_the_builder_makes_every_example(path: Path) -> None:
+    policy = load(path)
+    assert rebuilt(policy) == policy
+
+
+def rebuilt(policy: Policy) -> Policy:
+    """The policy, made again by the calls of a Python program."""
+    builder = PolicyBuilder(policy.name)
+    if policy.model is not None:
+        builder.model(**msgspec.structs.asdict(policy.model))
+    if policy.windows is not None:
+        builder.windows(policy.windows.table, sink=policy.windows.sink)
+    for rule in policy.rules:
+        fields = msgspec.structs.asdict(rule)
+        for name in ("layers", "heads"):
+            ranges = fields[name]
+            fields[name] = None if ranges is None else [range(r.first, r.last + 1) for r in ranges]
+        builder.rule(**fields)
+    if policy.provenance is not None:
+        builder.provenance(**msgspec.structs.asdict(policy.provenance))
+    return builder.build()
+
+
 def test_builder_selects_by_score() -> None:
     text = """
     kvir: 1

@@ -25,7 +25,7 @@ from kvir.policy_ir.shape import (
 )
 
 _WORDS = st.sampled_from(
-    ["null", "true", "no", "1.5", "a: b", "- x", "# y", "all", "0..3", "~", " a ", "é", "{", "'"]
+    ["null", "true", "no", "1.5", "E0", "a: b", "- x", "# y", "all", "0..3", "~", " a ", "é", "{", "'"]
 )
 
 
