@@ -149,8 +149,12 @@ class Oracle:
         prefill = visible(_retention(self.masks.prefill, layer, head), queries, keys)
         if stop <= self._prompt_tokens:
             return prefill
-        decode = visible(_retention(self.masks.decode, layer, head), queries, keys)
+        decode = self._decode_sees(layer, head, queries, keys)
         return torch.where((queries < self._prompt_tokens)[:, None], prefill, decode)
+
+    def _decode_sees(self, layer: int, head: int, queries: Tensor, keys: Tensor) -> Tensor:
+        """bool [queries, keys] of positions, by what a KV head keeps while decoding."""
+        return visible(_retention(self.masks.decode, layer, head), queries, keys)
 
 
 def _retention(retentions: LayerRetentions, layer: int, head: int) -> Retention | None:

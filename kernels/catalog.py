@@ -126,13 +126,18 @@ _ALL_DTYPES = ("float32", "bfloat16", "float16")
 _HALF = ("bfloat16", "float16")
 
 _CPU = Implementation("cpu", ("cpu",), _ALL_DTYPES)
-_CPU_ATTEND = Implementation("cpu", ("cpu",), _ALL_DTYPES, features=("logit_cap",), planned=(COMPACT_ROWS,))
+_CPU_DECODE = Implementation("cpu", ("cpu",), _ALL_DTYPES, features=("logit_cap", COMPACT_ROWS))
+_CPU_EXTEND = Implementation("cpu", ("cpu",), _ALL_DTYPES, features=("logit_cap",), planned=(COMPACT_ROWS,))
 _REF = Implementation("ref", ("cpu",), _ALL_DTYPES)
-_REF_ATTEND = Implementation(
+_REF_DECODE = Implementation(
+    "ref", ("cpu",), _ALL_DTYPES, features=("logit_cap", COMPACT_ROWS), planned=(CACHE_POSITIONS,)
+)
+_REF_EXTEND = Implementation(
     "ref", ("cpu",), _ALL_DTYPES, features=("logit_cap",), planned=(COMPACT_ROWS, CACHE_POSITIONS)
 )
-# plain torch runs anywhere
-_REF_SELECT = Implementation("ref", ("cpu", "cuda"), _ALL_DTYPES, features=(EVERYTHING,), built=False)
+# plain torch runs anywhere, but nobody has tried it on a GPU
+_REF_SELECT = Implementation("ref", ("cpu",), _ALL_DTYPES, features=(EVERYTHING,))
+_REF_SELECT_CUDA = Implementation("ref", ("cuda",), _ALL_DTYPES, features=(EVERYTHING,), built=False)
 
 _TRITON = Implementation("triton", ("cuda",), _ALL_DTYPES, max_head_dim=256, built=False)
 _TRITON_ATTEND = Implementation(
@@ -174,22 +179,28 @@ _FLASHINFER_READS = ("logit_cap", COMPACT_ROWS)  # compact pages are entries of 
 CATALOG: dict[str, tuple[Implementation, ...]] = {
     "append": (_CPU, _REF, _TRITON),
     "attend_decode": (
-        _CPU_ATTEND,
-        _REF_ATTEND,
+        _CPU_DECODE,
+        _REF_DECODE,
         _flashinfer("flashinfer", _known_group, _small_group, _even_lengths, features=_FLASHINFER_READS),
         _flashinfer("flashinfer_tensor_cores", _large_group, _even_lengths, features=_FLASHINFER_READS),
         _TRITON_ATTEND,
     ),
     "attend_extend": (
-        _CPU_ATTEND,
-        _REF_ATTEND,
+        _CPU_EXTEND,
+        _REF_EXTEND,
         _flashinfer("flashinfer", _one_window, _even_lengths, features=_FLASHINFER_READS),
         _TRITON_ATTEND,
     ),
-    "score": (_flashinfer("flashinfer", _no_weights, features=(EVERYTHING,)), _TRITON_SCORE, _REF_SELECT),
-    "select": (_REF_SELECT,),
+    "score": (
+        _flashinfer("flashinfer", _no_weights, features=(EVERYTHING,)),
+        _TRITON_SCORE,
+        _REF_SELECT_CUDA,
+        _REF_SELECT,
+    ),
+    "select": (_REF_SELECT_CUDA, _REF_SELECT),
     "compact": (
         Implementation("triton", ("cuda",), _ALL_DTYPES, max_head_dim=256, built=False),
+        _REF_SELECT_CUDA,
         _REF_SELECT,
     ),
 }

@@ -67,10 +67,14 @@ class Course:
 
     def peak(self, n: int, chunk_tokens: int) -> int:
         """The most on the way to length n, reservations included."""
+        return max(self._prefill_peak(chunk_tokens), self.growth_peak(n))
+
+    def growth_peak(self, n: int) -> int:
+        """The most from the end of the prompt to length n, reservations included."""
         fold = self.units.decode.selection
         first, last = self.first_fold
         at_fold = min(n, self.prompt + last)
-        peak = max(self._prefill_peak(chunk_tokens), self._grown(at_fold).most)
+        peak = self._grown(at_fold).most
         if fold is None or n - self.prompt < first:
             return peak
         run = self._run(fold, n, self._counted(n))

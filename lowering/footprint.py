@@ -59,6 +59,14 @@ def peak_pages(
     return pages + sum(Course(layout, c, prompt).peak(n, chunk_tokens) for c in layout.compact)
 
 
+def growth_peak_pages(layout: LayoutPlan, n: int, prompt_tokens: int) -> int:
+    """The same from the end of the prompt on: what scores did not choose has gone by then."""
+    pages = sum(
+        len(c.units) * span_peak_pages(c.prefill, layout.page_tokens, n) for c in _by_position(layout)
+    )
+    return pages + sum(Course(layout, c, min(n, prompt_tokens)).growth_peak(n) for c in layout.compact)
+
+
 def done_pages(layout: LayoutPlan, n: int, prompt_tokens: int | None = None) -> Bounds:
     """Head-pages of a request of length `n` when what its triggers ask for is done."""
     prompt = n if prompt_tokens is None else min(n, prompt_tokens)

@@ -22,7 +22,6 @@ from kvir.lowering.stages import (
 )
 from kvir.policy_ir.diagnostic import Report
 from kvir.policy_ir.nodes import Trigger
-from kvir.policy_ir.rules import PrefillChunk
 
 TABLE_ENTRY_BYTES = 4  # int32 head-page of one (logical page, unit)
 MAX_LOGICAL_RATIO = 64
@@ -163,13 +162,10 @@ def logical_ratio(classes: tuple[ResidencyClass, ...], unit_count: int) -> int:
     everything.
 
     What stays as sequences grow is the share of full units, so that is the limit; without any, a cap keeps
-    the residency table small.  Units that select drop a prompt when it is done; where all do, nothing holds
-    its logical pages any longer, but while it is read it is there in full, unless it goes chunk by chunk.
+    the residency table small.  Units that select give a prompt's memory back when it ends, and the tree may
+    hold it as cache; its logical pages stay with the request, so they are as if such units kept nothing.
     """
     by_position = [c for c in classes if not c.selects]
-    if not by_position:
-        chunked = all(any(isinstance(t, PrefillChunk) for t in c.selects) for c in classes)
-        return MAX_LOGICAL_RATIO if chunked else 1
     full_units = sum(len(c.units) for c in by_position if span_in(c, "decode").window_pages is None)
     if not full_units:
         return MAX_LOGICAL_RATIO

@@ -34,9 +34,9 @@ class KvirPrefillBudget(PrefillBudget):
     def _owed(self) -> int:
         total = 0
         for state in self._residency.requests.values():
-            final = footprint.peak_pages(self._layout, state.prompt_tokens + state.max_new_tokens)
-            growth = max(0, final - self._residency.covered_by(state))
             in_prefill = len(state.pages) * self._layout.page_tokens < state.prompt_tokens
+            final = state.peak_pages if in_prefill else state.growth_peak_pages
+            growth = max(0, final - self._residency.covered_by(state))
             total += growth if in_prefill else int(growth * self.new_token_ratio)
         return total
 
@@ -56,7 +56,7 @@ class KvirPrefillBudget(PrefillBudget):
             input_tokens=input_tokens,
             **kwargs,
         )
-        final = footprint.peak_pages(self._layout, input_tokens + max_new_tokens)
+        final = footprint.peak_pages(self._layout, input_tokens + max_new_tokens, input_tokens)
         self._candidate = final - self.credit_head_pages
         if ok and self._candidate > self.remaining_head_pages:
             self._residency.counters["admissions_deferred"] += 1

@@ -99,9 +99,13 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         state = self.residency.open(req.kv, pages, prefix_tokens, landmarks, publishes=publishes)
         state.prompt_tokens = prompt_tokens
         state.max_new_tokens = max(0, (req.sampling_params.max_new_tokens or 0) - len(req.output_ids))
+        final = prompt_tokens + state.max_new_tokens
+        state.peak_pages = footprint.peak_pages(self.layout, final, prompt_tokens)
+        state.growth_peak_pages = footprint.growth_peak_pages(self.layout, final, prompt_tokens)
         state.rid = req.rid
         state.retractions = req.retraction_count
         state.cached_tokens = prefix_tokens
+        state.selects = self.selections.runs(prompt_tokens)
         return state
 
     # ---- allocation ----------------------------------------------------------------------------------------
@@ -149,7 +153,7 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         return out
 
     def _needed(self, *, hold_branch: bool) -> IntArray:
-        total = np.zeros(self.residency.geometry.layer_count, np.int64)
+        total = np.zeros(self.residency.geometry.layer_count + 1, np.int64)
         for state, _, end in self.extending:
             total += self.residency.needed_per_layer(state, end, hold_branch=hold_branch)
             chosen = self._chosen_at(state, end)
@@ -229,12 +233,12 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         """Clip a generation to what the empty pool could hold; None refuses the prompt."""
         logical = super().max_new_tokens_for_memory(input_tokens, max_new_tokens, **kwargs)  # type: ignore[arg-type]
         limit = self.pool.head_page_count
-        if logical is None or footprint.peak_pages(self.layout, input_tokens + 1) > limit:
+        if logical is None or footprint.peak_pages(self.layout, input_tokens + 1, input_tokens) > limit:
             return None
         fits, too_many = 0, logical + 1
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
-            if footprint.peak_pages(self.layout, input_tokens + middle) <= limit:
+            if footprint.peak_pages(self.layout, input_tokens + middle, input_tokens) <= limit:
                 fits = middle
             else:
                 too_many = middle

@@ -13,7 +13,7 @@ from kvir.kernels import dispatch
 from kvir.kernels.ops import Bounds
 from kvir.sglang_ext.allocator import KvirAllocator
 from kvir.sglang_ext.pool import KvirPool
-from kvir.sglang_ext.selecting import Prompt, PromptSelection
+from kvir.sglang_ext.selecting import LayerCall, Prompt, PromptSelection
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class KvirAttentionBackend(AttentionBackend):
         self._slots = torch.empty(0, dtype=torch.int64)
         self._bounds = pool.decode_bounds
         self.allocator = allocator
-        self.selection = PromptSelection(pool.plan) if pool.plan.layout.compact else None
+        self.selection = PromptSelection(pool.plan, pool, runner.model) if pool.plan.layout.compact else None
         self._prompts: list[Prompt] = []
 
     # ---- once per forward ----------------------------------------------------------------------------------
@@ -144,11 +144,13 @@ class KvirAttentionBackend(AttentionBackend):
             layer.scaling, layer.logit_cap, out,
         )  # fmt: skip
         if self.selection is not None:
-            self.selection.observe(
-                self._prompts, q, k, v, self.pool, self._pages, unit0, layer.scaling, layer.logit_cap
-            )
+            index = self.layer_index[layer.layer_id]
+            call = LayerCall(index, layer.layer_id, q, k, v, layer.scaling, layer.logit_cap)
+            self.selection.observe(self._prompts, call)
         # after all reads of the layer: quarantined head-pages may be reused here
         self.kernels.append(k, v, self.pool.cache, self._slots, unit0)
+        if self.selection is not None:
+            self.selection.after_append(self._prompts, self.layer_index[layer.layer_id])
         return self._checked(out, holes, layer)
 
     def forward_decode(

@@ -26,6 +26,8 @@ METRICS: dict[str, str] = {
     "kvir_healed": "cells of the prefix cache restored by a recomputation",
     "kvir_matches_shortened": "prefix matches cut to a prefix that is still whole",
     "kvir_admissions_deferred": "requests that waited for head-pages",
+    "kvir_selections": "prompts that were compacted to the rows that scores chose",
+    "kvir_rows_evicted": "rows that selections dropped, over all units",
     "kvir_decode_shortfalls": "decode steps that ran out of head-pages",
 }
 
@@ -59,6 +61,7 @@ class Evidence:
                 "bytes_held": held * self._pool.head_page_bytes,
                 "bytes_full": full * self._pool.head_page_bytes,
                 "retractions": state.retractions,
+                "compact_head_pages": 0 if state.compact is None else state.compact.head_pages,
             }
         )
         self.push_metrics()
@@ -80,6 +83,8 @@ class Evidence:
             "kvir_healed": count["healed"],
             "kvir_matches_shortened": count["matches_shortened"],
             "kvir_admissions_deferred": count["admissions_deferred"],
+            "kvir_selections": count["selections"],
+            "kvir_rows_evicted": count["rows_evicted"],
             "kvir_decode_shortfalls": count["decode_shortfalls"],
         }
 

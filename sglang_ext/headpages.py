@@ -28,7 +28,8 @@ class HeadPagePool:
         self._stack: HeadPages = np.arange(self.size - 1, -1, -1, dtype=np.int32)
         self.free = self.size
         self._is_out = np.zeros(self.size, bool)
-        self._quarantine: list[list[int]] = [[] for _ in range(self.layer_count)]
+        # one list more than there are layers, always empty: for pages that any layer may use
+        self._quarantine: list[list[int]] = [[] for _ in range(self.layer_count + 1)]
         self.quarantined = 0
         self.reused_in_quarantine = 0
         self.freed_log: list[HeadPages] | None = None  # debugging: ids freed since the last poisoning
@@ -38,10 +39,12 @@ class HeadPagePool:
         return self.size - self.free - self.quarantined
 
     def quarantined_by_layer(self) -> IntArray:
+        """[layers + 1], the last for any layer: none."""
         return np.array([len(q) for q in self._quarantine], np.int64)
 
     def take(self, layers: IntArray) -> HeadPages:
-        """One head-page for each entry of `layers`; quarantined pages of that layer first.
+        """One head-page for each entry of `layers`; quarantined pages of that layer first.  `layer_count`
+        stands for any layer.
 
         Raises MemoryError if there are not enough; callers make room before they take.
         """
@@ -84,7 +87,7 @@ class HeadPagePool:
         if not self.quarantined:
             return
         pages = np.array([p for q in self._quarantine for p in q], np.int32)
-        self._quarantine = [[] for _ in range(self.layer_count)]
+        self._quarantine = [[] for _ in range(self.layer_count + 1)]
         self.quarantined = 0
         self._push(pages)
 

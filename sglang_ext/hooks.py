@@ -120,9 +120,10 @@ def cap_match(original: Callable[..., int], self: Req, input_len: int, *args: An
     if cap is None:
         return longest
     observed, selections = cap
-    if selections.at_prompt_end(input_len) is None:
+    if not selections.runs(input_len):
         return longest
-    return 0 if observed is None else min(longest, input_len - observed)
+    # a negative length would be read as one from the end
+    return 0 if observed is None else max(0, min(longest, input_len - observed))
 
 
 @functools.cache

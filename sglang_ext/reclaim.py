@@ -76,6 +76,6 @@ class Reclaimer:
 
 def missing_per_layer(needed: IntArray, quarantined: IntArray) -> int:
     """Head-pages that must come from the free stack when layer l needs needed[l] and may reuse
-    quarantined[l].
+    quarantined[l]; both [layers + 1], the last for any layer.
     """
     return int(np.maximum(needed - quarantined, 0).sum())

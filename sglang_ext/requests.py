@@ -58,12 +58,13 @@ class RequestState:
     # covered besides: windows before a branch, and prompt pages that decode gave up before the tree took them
     held: list[tuple[int, IntArray]] = field(default_factory=list[tuple[int, IntArray]])
     compact: Compact | None = None  # what a selection left of the prompt
-    queries: dict[int, Any] = field(
-        default_factory=dict[int, Any]
-    )  # layer -> the prompt's last queries so far
+    selects: bool = False  # its prompt is compacted when it ends
+    memory: dict[int, Any] = field(default_factory=dict[int, Any])  # layer -> what scores need of the prompt
     rid: str = ""
     prompt_tokens: int = 0  # tokens to prefill this time (after a retraction: prompt and outputs so far)
     max_new_tokens: int = 0
+    peak_pages: int = 0  # the most head-pages that it holds on its way to the end ...
+    growth_peak_pages: int = 0  # ... and once its prompt is done
     cached_tokens: int = 0
     retractions: int = 0
 

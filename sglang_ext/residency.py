@@ -49,6 +49,7 @@ class Residency(Cells):
     def begin_step(self, *, extend: bool) -> None:
         """Scheduling of the next forward begins; the one before it was launched."""
         self.pool.drain()
+        self.compacts.settle()
         for entries, tail in self._slid_now:
             self.reclaimer.add(entries, tail=tail)
             for page, c, _ in entries:
@@ -172,7 +173,7 @@ class Residency(Cells):
         return (index < state.sinks[c]) | (index >= max(int(first[c]), int(state.first[c])))
 
     def needed_per_layer(self, state: RequestState, tokens: int, *, hold_branch: bool) -> IntArray:
-        """[layers] head-pages that growing to `tokens` tokens allocates: only what survives its own chunk."""
+        """[layers + 1] head-pages that growing to `tokens` tokens allocates: what survives its own chunk."""
         geo = self.geometry
         index = np.arange(len(state.pages), geo.pages_of(tokens))
         pages = np.zeros(geo.class_count, np.int64)
@@ -181,7 +182,7 @@ class Residency(Cells):
             if hold_branch:
                 keep = keep | state.landmarks.before_branch(index, int(geo.prefill.window_pages[c]))
             pages[c] = int(keep.sum())
-        return pages @ geo.layer_units
+        return np.append(pages @ geo.layer_units, 0)
 
     def grow(self, state: RequestState, new_pages: list[int], tokens: int, *, hold_branch: bool) -> None:
         """The request has grown to `tokens` tokens in `new_pages`: give head-pages to what survives."""
@@ -286,8 +287,7 @@ class Residency(Cells):
         ok = self.reclaimer.make_room(short(), tree, interior_only=interior_only)
         if interior_only:
             return ok
-        # last resort: tree pages that slid out in this very step are still read, but may serve their own
-        # layer
+        # last resort: tree pages that slid out in this very step are read still, but may serve their layer
         while not ok and self._slid_now:
             entries, _ = self._slid_now.pop(0)
             for page, c, epoch in entries:

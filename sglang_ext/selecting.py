@@ -1,27 +1,29 @@
-"""Which rows stay when a prompt ends: score, select and copy, layer by layer, inside the forward of the last
-chunk.
+"""Which rows stay when a prompt ends: score, select and copy, inside the forward of the last chunk.
 
-The scheduler has reserved the compact head-pages already (their number is known without scores); the forward
-fills them after the layer's attention, while K is at hand.  The last queries of a prompt are carried across
-its chunks: a last chunk may be one token long.
+The scheduler has reserved the compact head-pages already.  Each layer scores its rows after its attention,
+while K is at hand.  A unit whose rivals are all in its layer is copied there and then; where layers compete,
+each leaves its scores, and the last of them selects and copies for all, from the dense pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from kvir.kernels.ref.compact import compact as copy_rows
-from kvir.kernels.ref.score_needs import observed_queries, term_scores, window
-from kvir.kernels.ref.select_rule import LayerState, select_rule
+from kvir.kernels.ref.score_needs import observed_queries, term_scores
+from kvir.kernels.ref.select_rule import Governed, LayerState, Offer, Unit, choose, offer, spans_layers
 from kvir.kernels.score_ops import ScoreInputs
 from kvir.lowering.stages import ExecutionPlan
 from kvir.policy_ir.nodes import Rule
 from kvir.policy_ir.scores import Score
 from kvir.sglang_ext.compact import Compact
+from kvir.sglang_ext.geometry import IntArray
+from kvir.sglang_ext.model_parts import ModelParts, needed
+from kvir.sglang_ext.observing import LayerMemory, Wants
 from kvir.sglang_ext.pool import KvirPool
 from kvir.sglang_ext.requests import RequestState
 
@@ -30,14 +32,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LayerRule:
-    """One rule by score in one layer, and the KV heads that it governs."""
+class Selecting:
+    """One rule by score, and the units that it governs."""
 
     rule: Rule
-    heads: tuple[int, ...]
+    governed: Governed
+
+    @property
+    def last_layer(self) -> int:
+        return max(self.governed)
+
+    @property
+    def waits(self) -> bool:
+        return spans_layers(self.rule)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Prompt:
     """One request of an extend: its span in the batch, and what it is to select when this chunk ends its
     prompt.
@@ -47,23 +57,37 @@ class Prompt:
     begin: int  # rows [begin, end) of the batch
     end: int
     start: int  # tokens before the chunk
+    pages: IntArray  # logical pages of all its tokens
     compact: Compact | None
+    offers: dict[int, list[Offer]] = field(default_factory=dict[int, list[Offer]])  # by rule
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One layer of an extend, as the attention backend computes it."""
+
+    index: int  # among the layers with a KV cache
+    layer_id: int  # SGLang's
+    q: torch.Tensor  # [T, Hq, D]
+    k: torch.Tensor  # [T, Hkv, D]
+    v: torch.Tensor
+    scale: float
+    logit_cap: float
 
 
 class PromptSelection:
-    """What a plan selects at the end of a prompt, and the state that this takes across chunks."""
+    """What a plan selects at the end of a prompt."""
 
-    def __init__(self, plan: ExecutionPlan) -> None:
-        rules = plan.policy.rules
-        self.kv_heads = plan.layout.kv_heads
-        self.by_layer: list[tuple[LayerRule, ...]] = []
-        for layer in plan.budgeted.prefill:
-            heads: dict[int, list[int]] = {}
-            for head, retention in enumerate(layer):
-                if retention.selection is not None:
-                    heads.setdefault(retention.selection.rule, []).append(head)
-            self.by_layer.append(tuple(LayerRule(rules[i], tuple(h)) for i, h in sorted(heads.items())))
-        self.window_tokens = max((window(score) for score in scores_of(plan)), default=0)
+    def __init__(self, plan: ExecutionPlan, pool: KvirPool, model: torch.nn.Module) -> None:
+        self._pool = pool
+        self._kv_heads = plan.layout.kv_heads
+        self._rules = selecting_rules(plan)
+        self._wants: dict[int, Wants] = {}
+        for layer in sorted({layer for each in self._rules.values() for layer in each.governed}):
+            rules = [each.rule for each in self._rules.values() if layer in each.governed]
+            self._wants[layer] = Wants.of(s for rule in rules for s in rule_scores(rule))
+        layer_ids = [layer.layer_id for layer in plan.model.layers]
+        self._parts: ModelParts = needed(model, {layer_ids[i]: w.needs for i, w in self._wants.items()})
 
     def prompts(self, allocator: KvirAllocator, starts: list[int], lens: list[int]) -> list[Prompt]:
         """The requests of the extend that is launched now, in batch order."""
@@ -72,102 +96,139 @@ class PromptSelection:
         for (state, _, _), compact, start, length in zip(
             allocator.extending, allocator.compacting, starts, lens, strict=True
         ):
-            found.append(Prompt(state, begin, begin + length, start, compact))
+            pages = np.array(state.pages, np.int64)
+            found.append(Prompt(state, begin, begin + length, start, pages, compact))
             begin += length
         return found
 
-    def observe(
-        self,
-        prompts: list[Prompt],
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        pool: KvirPool,
-        pages: torch.Tensor,
-        unit0: int,
-        scale: float,
-        logit_cap: float,
-    ) -> None:
-        """Keep the last queries of each prompt; where a prompt ends, score, select and copy."""
-        layer = unit0 // self.kv_heads
-        entries = self.by_layer[layer]
-        if not entries:
+    def observe(self, prompts: list[Prompt], call: LayerCall) -> None:
+        """After a layer's attention: keep what scores need; where a prompt ends, score, select and copy."""
+        wants = self._wants.get(call.index)
+        if wants is None:
             return
-        for i, prompt in enumerate(prompts):
-            span = slice(prompt.begin, prompt.end)
-            queries = q[span][-self.window_tokens :]
-            before = prompt.state.queries.pop(layer, None)
-            if before is not None:
-                queries = torch.cat([before, queries])[-self.window_tokens :]
-            if prompt.compact is None:
-                prompt.state.queries[layer] = queries.clone()
+        for prompt in prompts:
+            if not prompt.state.selects:
                 continue
-            prefix = pool.table[
-                pages[i, : -(-prompt.start // pool.page_size)].long(), unit0 : unit0 + self.kv_heads
-            ]
-            chunk = Chunk(k[span], v[span], prefix, prompt.start)
-            select_and_copy(
-                entries, chunk, queries, pool.kv, prompt.compact,
-                layer=layer, unit0=unit0, scale=scale, logit_cap=logit_cap,
-            )  # fmt: skip
+            span = slice(prompt.begin, prompt.end)
+            memory = prompt.state.memory.pop(call.index, None)
+            if memory is None:
+                rope = self._parts.rope(call.layer_id) if "rope" in wants.needs else None
+                memory = LayerMemory(wants, prompt.state.prompt_tokens, call.scale, call.logit_cap, rope)
+            k = v = None
+            if wants.running or prompt.compact is not None:
+                k, v = self._all_rows(prompt, call)
+            memory.feed(call.q[span], k, prompt.start)
+            if prompt.compact is None:
+                prompt.state.memory[call.index] = memory
+                continue
+            assert k is not None
+            assert v is not None
+            self._select(prompt, self._inputs(call, wants, memory, k, v))
+
+    def after_append(self, prompts: list[Prompt], layer: int) -> None:
+        """Every row of this layer is in its dense pages: rules that end here and span layers are decided."""
+        last = layer == max(self._wants)
+        for prompt in prompts:
+            if prompt.compact is None:
+                continue
+            for number, offers in list(prompt.offers.items()):
+                each = self._rules[number]
+                if each.last_layer != layer:
+                    continue
+                del prompt.offers[number]
+                for unit, rows in choose(each.rule, offers, each.governed, prompt.compact.tokens).items():
+                    k, v = self._rows_of(prompt, unit)
+                    self._copy(prompt.compact, unit, rows, k, v)
+            if last:
+                self._pool.residency.compacts.publish(prompt.compact)
+
+    # ---- parts ---------------------------------------------------------------------------------------------
+
+    def _select(self, prompt: Prompt, inputs: ScoreInputs) -> None:
+        assert prompt.compact is not None
+        layer, tokens = inputs.layer, prompt.compact.tokens
+        for number, each in self._rules.items():
+            if layer not in each.governed:
+                continue
+            heads = each.governed[layer]
+            offered = offer(each.rule, LayerState(inputs, heads), each.governed, tokens)
+            if each.waits:
+                prompt.offers.setdefault(number, []).append(offered)
+                continue
+            for unit, rows in choose(each.rule, [offered], each.governed, tokens).items():
+                self._copy(prompt.compact, unit, rows, inputs.k[:, unit[1]], inputs.v[:, unit[1]])
+
+    def _inputs(
+        self, call: LayerCall, wants: Wants, memory: LayerMemory, k: torch.Tensor, v: torch.Tensor
+    ) -> ScoreInputs:
+        needs, parts = wants.needs, self._parts
+        return ScoreInputs(
+            k=k,
+            v=v,
+            candidates=(0, 0),
+            scale=call.scale,
+            logit_cap=call.logit_cap,
+            layer=call.index,
+            q_obs=memory.queries,
+            running=memory.sums(),
+            moments=memory.moments(),
+            w_o=parts.w_o(call.layer_id) if "projected_l1" in needs else None,
+            gram=parts.gram(call.layer_id) if "projected_l2" in needs else None,
+            rope=parts.rope(call.layer_id) if "rope" in needs else None,
+        )
+
+    def _copy(
+        self, compact: Compact, unit: Unit, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Fill the compact head-pages of one unit; k, v [n, D]."""
+        layer, head = unit
+        number = layer * self._kv_heads + head
+        rows = rows[rows < compact.tokens - int(compact.chosen.left[number])]
+        pages = compact.place(number, layer, len(rows), self._pool.page_size)
+        copy_rows(k, v, rows, self._pool.kv, torch.from_numpy(pages))
+
+    def _all_rows(self, prompt: Prompt, call: LayerCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [n, Hkv, D] of all tokens so far: the prefix from the pool, the chunk as computed."""
+        span = slice(prompt.begin, prompt.end)
+        k, v = call.k[span], call.v[span]
+        if not prompt.start:
+            return k, v
+        pool, unit = self._pool, call.index * self._kv_heads
+        pages = torch.from_numpy(prompt.pages[: -(-prompt.start // pool.page_size)])
+        head_pages = pool.table[pages, unit : unit + self._kv_heads].long()
+        # [pages, Hkv, 2, P, D] -> [2, pages * P, Hkv, D]
+        rows = pool.kv[head_pages].permute(2, 0, 3, 1, 4).flatten(1, 2)[:, : prompt.start]
+        return torch.cat([rows[0], k]), torch.cat([rows[1], v])
+
+    def _rows_of(self, prompt: Prompt, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [n, D] of one unit, from its dense pages."""
+        assert prompt.compact is not None
+        layer, head = unit
+        pages = torch.from_numpy(prompt.pages)
+        head_pages = self._pool.table[pages, layer * self._kv_heads + head].long()
+        rows = self._pool.kv[head_pages].transpose(0, 1).flatten(1, 2)[:, : prompt.compact.tokens]
+        return rows[0], rows[1]
 
 
-def scores_of(plan: ExecutionPlan) -> list[Score]:
-    """Every score that some unit of the plan selects by when a prompt ends."""
-    used = {r.selection.rule for layer in plan.budgeted.prefill for r in layer if r.selection is not None}
-    return [score for i in sorted(used) for term in plan.policy.rules[i].keep for score in term_scores(term)]
+def selecting_rules(plan: ExecutionPlan) -> dict[int, Selecting]:
+    """Rules that select when a prompt ends, by their number in the policy."""
+    governed: dict[int, dict[int, list[int]]] = {}
+    for layer, retentions in enumerate(plan.budgeted.prefill):
+        for head, retention in enumerate(retentions):
+            if retention.selection is not None:
+                governed.setdefault(retention.selection.rule, {}).setdefault(layer, []).append(head)
+    return {
+        number: Selecting(plan.policy.rules[number], {layer: tuple(heads) for layer, heads in layers.items()})
+        for number, layers in sorted(governed.items())
+    }
+
+
+def rule_scores(rule: Rule) -> list[Score]:
+    return [score for term in rule.keep for score in term_scores(term)]
 
 
 def observed_tokens(plan: ExecutionPlan) -> int | None:
     """Queries at a prompt's end that must be computed, not taken from the prefix cache; None: all of them."""
-    counts = [observed_queries(score) for score in scores_of(plan)]
+    rules = selecting_rules(plan).values()
+    counts = [observed_queries(score) for each in rules for score in rule_scores(each.rule)]
     return None if None in counts else max((n for n in counts if n is not None), default=0)
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """One request's part of an extend, in one layer."""
-
-    k: torch.Tensor  # [T, Hkv, D]
-    v: torch.Tensor
-    prefix: torch.Tensor  # int [pages, Hkv], head-pages of the prefix
-    start: int  # tokens before the chunk
-
-
-def select_and_copy(
-    entries: Sequence[LayerRule],
-    chunk: Chunk,
-    q_obs: torch.Tensor,
-    kv: torch.Tensor,
-    compact: Compact,
-    *,
-    layer: int,
-    unit0: int,
-    scale: float,
-    logit_cap: float,
-) -> None:
-    """Fill the compact head-pages of one request in one layer."""
-    k, v = _all_rows(chunk, kv)
-    for entry in entries:
-        inputs = ScoreInputs(
-            k=k, v=v, candidates=(0, 0), scale=scale, logit_cap=logit_cap, layer=layer, q_obs=q_obs
-        )
-        kept = select_rule(entry.rule, [LayerState(inputs, entry.heads)], prompt=compact.tokens)
-        for head in entry.heads:
-            unit = unit0 + head
-            rows = kept[layer, head]
-            rows = rows[rows < compact.tokens - int(compact.chosen.left[unit])]
-            if len(rows) != compact.chosen.copied[unit]:
-                wanted = compact.chosen.copied[unit]
-                raise RuntimeError(f"kvir: unit {unit} selected {len(rows)} rows, not {wanted}")
-            pages = torch.from_numpy(compact.table[:, unit].astype("int64"))
-            copy_rows(k[:, head], v[:, head], rows, kv, pages[pages >= 0])
-
-
-def _all_rows(chunk: Chunk, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V [n, Hkv, D] of the whole prompt: the prefix from the pool, the chunk as it was computed."""
-    if not chunk.start:
-        return chunk.k, chunk.v
-    # [pages, Hkv, 2, P, D] -> [2, pages * P, Hkv, D]
-    rows = kv[chunk.prefix.long()].permute(2, 0, 3, 1, 4).flatten(1, 2)[:, : chunk.start]
-    return torch.cat([rows[0], chunk.k]), torch.cat([rows[1], chunk.v])

@@ -24,10 +24,10 @@ def unrotate(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
 def mean_rotation(rope: Rope, first: int, count: int, head_dim: int) -> Tensor:
     """float32 [D, D]: the mean R of the rotation matrices of `count` positions from `first` on; R q turns q.
 
-    Raises ValueError if the tables are too short.
+    Positions behind the end of the tables, where the model has no queries, do not count; if all are, the last
+    one does.
     """
-    if first + count > rope.cos.shape[0]:
-        raise ValueError(f"rotation tables end at {rope.cos.shape[0]}, positions up to {first + count} asked")
+    first = min(first, rope.cos.shape[0] - 1)
     cos = rope.cos[first : first + count].mean(dim=0)
     sin = rope.sin[first : first + count].mean(dim=0)
     identity = torch.eye(head_dim, dtype=cos.dtype, device=cos.device)[:, None]

@@ -154,5 +154,11 @@ def test_rotation(interleaved: bool) -> None:
     mean = mean_rotation(rope, 20, 15, 8)
     each = torch.stack([rotate(x[:1], rope, torch.tensor([p]))[0] for p in range(20, 35)])
     assert torch.allclose(x[0] @ mean.T, each.mean(dim=0), atol=1e-6)
-    with pytest.raises(ValueError, match="tables end"):
-        mean_rotation(rope, 30, 11, 8)
+
+
+def test_the_mean_rotation_ends_where_the_model_does() -> None:
+    angles = torch.outer(torch.arange(50.0), torch.tensor([1.0, 0.1]))
+    rope = Rope(angles.cos(), angles.sin())
+    inside = mean_rotation(rope, 40, 10, 4)
+    assert torch.equal(mean_rotation(rope, 40, 512, 4), inside)
+    assert torch.equal(mean_rotation(rope, 50, 512, 4), mean_rotation(rope, 49, 1, 4))

@@ -70,8 +70,11 @@ def test_every_known_field_exists() -> None:
 
 
 REFUSED = {
-    "top_k": "- keep: [{recent: 32}, {top_k: {tokens: 64, by: attention}}]",
-    "top_p": "- keep: [{recent: 32}, {top_p: {mass: 0.9, by: attention}}]",
+    "every": "- {keep: [{recent: 32}, {top_k: {tokens: 64, by: attention}}], trigger: {every: 8}}",
+    "over": "- {keep: [{recent: 32}, {top_p: {mass: 0.9, by: attention}}], trigger: {over: 512}}",
+    "prefill_chunk": "- {keep: [{recent: 32}, {top_k: {tokens: 64, by: attention}}], trigger: prefill_chunk}",
+    "merge": "- {keep: [{recent: 32}, {top_k: {tokens: 64, by: key_norm}}], overflow: merge}",
+    "criticalkv": "- {keep: {top_k: {preference: 64, by: {criticalkv: {base: attention}}}}}",
     "positions": "- {keep: [{sink: 4}, {recent: 64}], positions: cache}",
     "store": "- {keep: all, store: float32}",
 }
@@ -89,11 +92,28 @@ def test_a_server_refuses_by_name_and_place(word: str, tmp_path: Path) -> None:
 
 
 def test_a_server_refuses_plans_as_it_refuses_policies(tmp_path: Path) -> None:
-    plan = lower(load(ROOT / "examples/methods/snapkv.ir"), config_model("tiny-llama"), dtype="float32")
+    plan = lower(load(ROOT / "examples/methods/rkv.ir"), config_model("tiny-llama"), dtype="float32")
     plan_file.save(plan, tmp_path / "p.json")
-    with pytest.raises(PolicyError, match=r"does not execute `top_k`.*refused by the stage `runtime`"):
+    with pytest.raises(PolicyError, match=r"does not execute `every`.*refused by the stage `runtime`"):
         plan_for_server(tmp_path / "p.json", TINY, dtype="float32")
     assert [x.code for x in unsupported_by_runtime(plan)] == ["KV310"]
+
+
+def test_windows_in_decode_over_chosen_rows_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "p.ir"
+    path.write_text(
+        "kvir: 1\nname: p\nrules:\n"
+        "  - {phase: prefill, keep: [{recent: 32}, {top_k: {tokens: 64, by: attention}}]}\n"
+        "  - {phase: decode, layers: 1, keep: [{recent: 32}]}\n"
+    )
+    with pytest.raises(PolicyError, match="a window in decode over rows that prefill chose by score"):
+        plan_for_server(path, TINY, dtype="float32")
+
+
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv", "laprox", "criticalkv", "cake", "lagkv"])
+def test_methods_that_select_when_a_prompt_ends_are_served(name: str) -> None:
+    plan = plan_for_server(ROOT / f"examples/methods/{name}.ir", CONFIGS / "llama-3.1-8b", dtype="bfloat16")
+    assert plan.layout.compact
 
 
 def test_a_server_on_cuda_is_refused_until_its_kernels_exist(tmp_path: Path) -> None:

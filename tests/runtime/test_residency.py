@@ -42,7 +42,13 @@ SELECTING = (
 SELECTING_AND_SLIDING = (
     SELECTING[:-1] + ", {layers: 0, keep: [{sink: 20}, {recent: 40}]}, {layers: 1, heads: 1, keep: all}]"
 )
+COMPETING = (
+    "[{keep: [{recent: 16}, {top_k: {fraction: 0.2, by: {attention: {window: 16}}, scope: model}}], "
+    "trigger: prefill_end}, {layers: 1, keep: [{recent: 4}, {top_k: {tokens: 30, by: key_norm, "
+    "scope: layer}}], trigger: prefill_end}, {layers: 2, heads: 1, keep: [{sink: 20}, {recent: 40}]}]"
+)
 POLICIES = {
+    "competing": COMPETING,
     "identity": IDENTITY,
     "uniform": UNIFORM,
     "narrow": NARROW,

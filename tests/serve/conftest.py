@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from evaluation.oracle import Masks, Oracle
+from evaluation.selection_oracle import SelectionOracle
 from evaluation.server import Launch, Server
 from evaluation.traffic import Traffic
 from kvir.lowering import plan_file
@@ -57,7 +58,15 @@ def plan_of(tiny_model: Path) -> Callable[[str], ExecutionPlan]:
 
 @pytest.fixture(scope="session")
 def oracle_of(tiny_model: Path, plan_of: Callable[[str], ExecutionPlan]) -> Callable[[str], Oracle]:
-    return cache(lambda name: Oracle(tiny_model, Masks.of(plan_of(name).budgeted)))
+    def make(name: str) -> Oracle:
+        plan = plan_of(name)
+        return (
+            SelectionOracle(tiny_model, plan)
+            if plan.layout.compact
+            else Oracle(tiny_model, Masks.of(plan.budgeted))
+        )
+
+    return cache(make)
 
 
 def _server_names(items: Sequence[pytest.Item]) -> list[str]:

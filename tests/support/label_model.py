@@ -8,6 +8,7 @@ once.
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ LABELS = 1 << 22
 class LabelModel:
     pool: KvirPool
     allocator: KvirAllocator
+    random: random.Random
 
     def prepare_model(self) -> None:
         self.bounds = [
@@ -65,6 +67,10 @@ class LabelModel:
                         self._compact(table, row, hashes, start, self.allocator.compacting[i], unit)
             if not decode:
                 self._write(table, labels, spans, out, units)
+        if not decode:
+            for compact in self.allocator.compacting:
+                if compact is not None:
+                    pool.residency.compacts.publish(compact)
 
     def _write(
         self, table: Any, labels: list[Any], spans: list[tuple[int, int]], out: torch.Tensor, units: range
@@ -101,15 +107,21 @@ class LabelModel:
         return compact, *compact.decode_view(self.allocator.residency.geometry, end, recent)
 
     def _kept(self, compact: Any, unit: int) -> np.ndarray:
-        """Some rows of the prompt, as many as the plan says: what scores would have chosen."""
+        """Some rows of the prompt, as many as were placed: what scores would have chosen."""
         rng = np.random.default_rng([unit, compact.tokens])
         before = compact.tokens - int(compact.chosen.left[unit])
-        return np.sort(rng.permutation(before)[: compact.chosen.copied[unit]])
+        return np.sort(rng.permutation(before)[: compact.copied[unit]])
 
     def _compact(self, table: Any, row: list[int], hashes: Any, start: int, compact: Any, unit: int) -> None:
         """Copy survivors: rows of the prefix from the pool, rows of the chunk as they were computed."""
         if not compact.chosen.moves[unit]:
             return
+        rows = int(compact.chosen.most[unit])
+        layer = unit // self.pool.plan.layout.kv_heads
+        if not compact.chosen.exact[unit]:
+            rivals = compact.stock.get(layer, compact.stock.get(-1, []))
+            rows = self.random.randrange(min(rows, len(rivals) * P) + 1)
+        compact.place(unit, layer, rows, P)
         kept = self._kept(compact, unit)
         old = kept[kept < start]
         if len(old):

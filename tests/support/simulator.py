@@ -26,9 +26,7 @@ class Simulation(LabelModel):
     def __init__(
         self, plan: ExecutionPlan, physical_tokens: int, *, chunk_tokens: int, seed: int = 0
     ) -> None:
-        # compacted prompts stay locked in the tree: they take logical pages, not memory
-        ratio = 16 if plan.layout.compact else plan.layout.logical_ratio
-        logical = physical_tokens * ratio
+        logical = physical_tokens * plan.layout.logical_ratio
         self.pool = KvirPool(
             plan,
             logical_tokens=logical,
