@@ -2,7 +2,8 @@
 
 A request is forced in two passes.  The first reads the prompt alone, every query as prefill has it, and asks
 each layer what it offers; then `choose` of the reference decides, rivals of all layers at hand.  The second
-is the oracle's own, where queries of decode see, of the prompt, only the rows that stay.
+is the oracle's own, where queries of decode see only the rows that stay; selections of decode are carried out
+in it layer by layer, token after token, since a layer's queries and keys are all known when it is computed.
 
 A request that was taken back was prefilled anew, outputs and all, and selected again at its new length: it is
 several requests to the oracle (`replays`).
@@ -23,11 +24,13 @@ from evaluation.server import Served
 from kvir.kernels.ref.score_expected import QueryMoments
 from kvir.kernels.ref.score_needs import needs, running, skips, term_scores, window
 from kvir.kernels.ref.score_running import ChunkSums, ColumnSums, log_sum_exp
-from kvir.kernels.ref.select_rule import Governed, LayerState, Offer, choose, offer
+from kvir.kernels.ref.select_offer import Governed, LayerState, Offer, offer
+from kvir.kernels.ref.select_rule import choose
 from kvir.kernels.score_ops import Rope, Running, RunningScore, ScoreInputs, Sums
 from kvir.lowering.compact import runs_in_prefill
-from kvir.lowering.stages import ExecutionPlan
+from kvir.lowering.stages import ExecutionPlan, Retention
 from kvir.policy_ir.nodes import Rule
+from kvir.policy_ir.rules import Every, Over
 from kvir.policy_ir.scores import Noncausal, Persistent
 
 Kept = Mapping[tuple[int, int], Tensor]  # (layer_id, KV head) -> bool [prompt]
@@ -40,7 +43,9 @@ class SelectionOracle(Oracle):
         super().__init__(model, Masks.of(plan.budgeted))
         self._plan = plan
         self._index = {layer.layer_id: i for i, layer in enumerate(plan.model.layers)}
-        self._governed = _governed(plan)
+        self._governed = _governed(plan.budgeted.prefill)
+        self._later = _governed(plan.budgeted.decode)
+        self._visible: dict[int, Tensor] = {}  # KV head -> bool [decode queries, keys], of the layer at hand
         self._offers: dict[int, list[Offer]] | None = None  # while the first pass runs
         self._rope: Rope | None = None
         self.kept: Kept = {}
@@ -82,13 +87,18 @@ class SelectionOracle(Oracle):
     def _attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        self._visible = {}
         if self._offers is not None:
-            self._offer(
-                module, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), kwargs
-            )
+            self._offer(module, q, k, v, kwargs)
+        elif self._later:
+            self._visible = self._simulate(module, q, k, v, kwargs)
         return super()._attend(module, query, key, value, *args, **kwargs)
 
     def _decode_sees(self, layer: int, head: int, queries: Tensor, keys: Tensor) -> Tensor:
+        seen = self._visible.get(head)
+        if seen is not None:
+            return seen[(queries - self._prompt_tokens).clamp_min(0)][:, keys]
         kept = self.kept.get((layer, head))
         if kept is None:
             return super()._decode_sees(layer, head, queries, keys)
@@ -96,22 +106,58 @@ class SelectionOracle(Oracle):
         stays[: len(kept)] = kept[: len(keys)]
         return stays & (keys <= queries[:, None])
 
+    def _simulate(
+        self, module: Any, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]
+    ) -> dict[int, Tensor]:
+        """What each head that selects while decoding shows to every query of decode."""
+        layer, total, prompt = self._index[module.layer_idx], q.shape[0], self._prompt_tokens
+        heads = sorted(head for governed in self._later.values() for head in governed.get(layer, ()))
+        held: dict[int, Tensor] = {}
+        for head in heads:
+            held[head] = torch.zeros(total, dtype=torch.bool)
+            held[head][:prompt] = self.kept.get(
+                (module.layer_idx, head), torch.ones(prompt, dtype=torch.bool)
+            )
+        visible = {head: torch.zeros(total - prompt, total, dtype=torch.bool) for head in heads}
+        for query in range(prompt, total):
+            for head in heads:
+                held[head][query] = True
+                visible[head][query - prompt] = held[head]
+            for number, governed in self._later.items():
+                mine = governed.get(layer, ())
+                rule = self._plan.policy.rules[number]
+                most = max((int(held[head].sum()) for head in mine), default=0)
+                if not mine or not _fires(rule, query + 1 - prompt, most):
+                    continue
+                states: list[LayerState] = []
+                for head in mine:
+                    rows = held[head].nonzero()[:, 0]
+                    inputs = self._inputs(rule, module, layer, q[: query + 1], k[rows], v[rows], options)
+                    states.append(LayerState(_of_head(inputs, head, k.shape[1], rows), (head,)))
+                offered = offer(rule, states, governed, prompt, query + 1)
+                for (_, head), kept in choose(rule, [offered], governed, prompt).items():
+                    rows = held[head].nonzero()[:, 0][kept]
+                    held[head] = torch.zeros(total, dtype=torch.bool)
+                    held[head][rows] = True
+        return visible
+
     def _offer(self, module: Any, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> None:
         """q [n, Hq, D], k and v [n, Hkv, D] of one layer, after rotation."""
         assert self._offers is not None
         layer = self._index[module.layer_idx]
-        scale = options.get("scaling") or q.shape[-1] ** -0.5
         for number, governed in self._governed.items():
             if layer not in governed:
                 continue
             rule = self._plan.policy.rules[number]
-            inputs = self._inputs(rule, module, layer, q, k, v, scale, options.get("softcap") or 0.0)
-            state = LayerState(inputs, governed[layer])
-            self._offers.setdefault(number, []).append(offer(rule, state, governed, q.shape[0]))
+            state = LayerState(self._inputs(rule, module, layer, q, k, v, options), governed[layer])
+            n = q.shape[0]
+            self._offers.setdefault(number, []).append(offer(rule, [state], governed, n, n))
 
     def _inputs(
-        self, rule: Rule, module: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float
+        self, rule: Rule, module: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]
     ) -> ScoreInputs:
+        """Of all heads: every query so far, and the rows that are held."""
+        scale, cap = options.get("scaling") or q.shape[-1] ** -0.5, options.get("softcap") or 0.0
         scores = [score for term in rule.keep for score in term_scores(term)]
         asked = {need for score in scores for need in needs(score)}
         observed = max(map(window, scores), default=0)
@@ -177,10 +223,36 @@ def replays(served: Sequence[Served], prefills: Mapping[str, Sequence[int]]) -> 
     return found
 
 
-def _governed(plan: ExecutionPlan) -> dict[int, Governed]:
-    """By rule that selects when a prompt ends: layer -> heads."""
+def _of_head(inputs: ScoreInputs, head: int, kv_heads: int, rows: Tensor) -> ScoreInputs:
+    """Inputs of one head alone, which holds the rows at these positions."""
+    assert inputs.q_obs is not None
+    group, count = inputs.q_obs.shape[1] // kv_heads, inputs.q_obs.shape[0]
+    mine = slice(head * group, (head + 1) * group)
+    last = int(rows[-1])
+    return replace(
+        inputs,
+        k=inputs.k[:, head : head + 1],
+        v=inputs.v[:, head : head + 1],
+        first_head=head,
+        positions=rows,
+        q_obs=inputs.q_obs[:, mine],
+        q_positions=torch.arange(last + 1 - count, last + 1),
+        w_o=None if inputs.w_o is None else inputs.w_o[mine],
+    )
+
+
+def _fires(rule: Rule, generated: int, held: int) -> bool:
+    """After so many generated tokens, when a unit holds so many rows."""
+    return any(
+        (isinstance(t, Every) and generated % t.tokens == 0) or (isinstance(t, Over) and held > t.tokens)
+        for t in rule.trigger
+    )
+
+
+def _governed(table: Sequence[Sequence[Retention]]) -> dict[int, Governed]:
+    """By rule that selects: layer -> heads."""
     found: dict[int, dict[int, tuple[int, ...]]] = {}
-    for layer, retentions in enumerate(plan.budgeted.prefill):
+    for layer, retentions in enumerate(table):
         for head, retention in enumerate(retentions):
             if retention.selection is not None:
                 heads = found.setdefault(retention.selection.rule, {})

@@ -15,11 +15,9 @@ from msgspec import NODEFAULT, Struct, structs
 from kvir.lowering.device_facts import DEVICES
 from kvir.lowering.places import place
 from kvir.lowering.stages import BudgetedPolicy, ExecutionPlan, KernelChoice, ModelFacts
-from kvir.policy_ir.budgets import Preference
+from kvir.lowering.unsupported_selections import REFUSED_BY, Unsupported, of_selections, tag
 from kvir.policy_ir.diagnostic import Report, Severity
 from kvir.policy_ir.nodes import All, Policy, Recent, Rule, Sink, TopK, TopP, Windows
-from kvir.policy_ir.rules import Evict, PrefillEnd
-from kvir.policy_ir.scores import CriticalKV
 
 # The fields that the runtime gives a meaning to, by struct.
 EXECUTED: dict[type[Struct], frozenset[str]] = {
@@ -37,16 +35,6 @@ EXECUTED: dict[type[Struct], frozenset[str]] = {
     ),
     TopP: frozenset({"mass", "by", "of", "rows", "floor", "cap", "on_equal", "precision"}),
 }
-REFUSED_BY = "refused by the stage `runtime`"
-
-
-class Unsupported(Struct, frozen=True):
-    """One thing that a server of this version would not do."""
-
-    code: str
-    message: str
-    path: str | None  # in the policy
-    help: str
 
 
 def unsupported_by_runtime(plan: ExecutionPlan) -> list[Unsupported]:
@@ -61,7 +49,7 @@ def unsupported_by_runtime(plan: ExecutionPlan) -> list[Unsupported]:
 def unsupported_in_policy(budgeted: BudgetedPolicy) -> list[Unsupported]:
     """As `unsupported_by_runtime`, where no device is known yet."""
     policy = budgeted.bound.verified.policy
-    return [*_of_model(budgeted.bound.model), *_of_policy(policy), *_of_selections(budgeted)]
+    return [*_of_model(budgeted.bound.model), *_of_policy(policy), *of_selections(budgeted)]
 
 
 def refuse(found: list[Unsupported], report: Report, severity: Severity = "error") -> None:
@@ -96,49 +84,6 @@ def _of_policy(policy: Policy) -> Iterator[Unsupported]:
         )
 
 
-def _of_selections(budgeted: BudgetedPolicy) -> Iterator[Unsupported]:
-    """Rules by score are executed when a prompt ends, and what they leave stays to the end of the request."""
-    rules = budgeted.bound.verified.policy.rules
-    governing = budgeted.bound.prefill_rule, budgeted.bound.decode_rule
-    used = {rule for table in governing for row in table for rule in row if rule >= 0}
-    for i in sorted(used):
-        rule = rules[i]
-        if not any(isinstance(term, TopK | TopP) for term in rule.keep):
-            continue
-        for j, trigger in enumerate(rule.trigger):
-            if not isinstance(trigger, PrefillEnd):
-                yield _refused(_tag(trigger), f"$.rules[{i}].trigger[{j}]", "select with `prefill_end`")
-        if not isinstance(rule.overflow, Evict):
-            yield _refused(_tag(rule.overflow), f"$.rules[{i}].overflow", "leave `overflow` out")
-        for j, term in enumerate(rule.keep):
-            match term:
-                case TopK(budget=Preference(), by=CriticalKV()):
-                    help = "give `criticalkv` a budget that does not depend on scores"
-                    yield _refused("criticalkv", f"$.rules[{i}].keep[{j}]", help)
-                case _:
-                    pass
-    narrowed: set[int] = set()
-    for row, later, governing_row in zip(
-        budgeted.prefill, budgeted.decode, budgeted.bound.decode_rule, strict=True
-    ):
-        for before, after, rule in zip(row, later, governing_row, strict=True):
-            windowed = after.recent_tokens is not None
-            if before.selection is not None and windowed and rule not in narrowed:
-                narrowed.add(rule)
-                yield _refused(
-                    "recent",
-                    None if rule < 0 else f"$.rules[{rule}]",
-                    "units that select when a prompt ends keep what is left and all later rows",
-                    "a window in decode over rows that prefill chose by score",
-                )
-
-
-def _refused(word: str, path: str | None, help: str, what: str | None = None) -> Unsupported:
-    subject = f"`{word}`" if what is None else what
-    message = f"the runtime of this version does not execute {subject} ({REFUSED_BY})"
-    return Unsupported(code="KV310", message=message, path=path, help=help)
-
-
 def _of_kernels(plan: ExecutionPlan) -> Iterator[Unsupported]:
     kernels = plan.buckets.kernels
     missing: dict[str, KernelChoice] = {c.op: c for c in kernels.choices if not c.built}
@@ -167,7 +112,7 @@ def unexecuted(policy: Policy) -> Iterator[tuple[str, str]]:
             if type(term) in EXECUTED:
                 yield from _fields(term, type(term), path)
             else:
-                yield _tag(term), path
+                yield tag(term), path
 
 
 def _fields(value: Struct, cls: type[Struct], path: str) -> Iterator[tuple[str, str]]:
@@ -184,9 +129,3 @@ def _others(cls: type[Struct], known: type[Struct]) -> tuple[tuple[str, Any], ..
         for f in structs.fields(cls)
         if f.name not in EXECUTED[known]
     )
-
-
-def _tag(term: object) -> str:
-    """The word that stands for a term in the text."""
-    config: object = getattr(term, "__struct_config__", None)
-    return str(getattr(config, "tag", None) or type(term).__name__)

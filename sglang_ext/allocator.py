@@ -11,8 +11,9 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
 from kvir.lowering import footprint
 from kvir.sglang_ext.admission import KvirPrefillBudget
-from kvir.sglang_ext.compact import Chosen, Compact, Selections
+from kvir.sglang_ext.compact import Compact
 from kvir.sglang_ext.evidence import Evidence
+from kvir.sglang_ext.folding import Chosen, Selections
 from kvir.sglang_ext.geometry import IntArray
 from kvir.sglang_ext.requests import BRANCH_PAGE, Landmarks, RequestState
 
@@ -39,7 +40,7 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         self.evidence = Evidence(pool)
         self.debug = debug
         self.selections = Selections(self.layout)
-        self.compacting: list[Compact | None] = []  # of the extend that was scheduled last, in batch order
+        self.compacting: list[Compact | None] = []  # of the step that was scheduled last, in batch order
         self.tree: KvirRadixCache | None = None
         self.extending: list[tuple[RequestState, int, int]] = []
         self.decoding: list[RequestState] = []
@@ -148,7 +149,7 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
             ids = out[done + first_new - start : done + end - start : self.page_size]
             res.grow(state, (ids // self.page_size).tolist(), end, hold_branch=hold_branch)
             done += end - start
-            self.compacting.append(self._reserve_compact(state, end))
+            self.compacting.append(res.compacts.reserve(state, self._chosen_at(state, end)))
         self._end_step()
         return out
 
@@ -158,16 +159,12 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
             total += self.residency.needed_per_layer(state, end, hold_branch=hold_branch)
             chosen = self._chosen_at(state, end)
             if chosen is not None:
-                total += self.residency.compacts.needed_per_layer(chosen)
+                total += self.residency.compacts.needed_per_layer(state, chosen)
         return total
 
     def _chosen_at(self, state: RequestState, end: int) -> Chosen | None:
         """What a selection leaves, if one runs when `end` is reached."""
         return self.selections.at_prompt_end(end) if end == state.prompt_tokens else None
-
-    def _reserve_compact(self, state: RequestState, end: int) -> Compact | None:
-        chosen = self._chosen_at(state, end)
-        return None if chosen is None else self.residency.compacts.reserve(state, chosen, end)
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
@@ -175,7 +172,9 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         res = self.residency
         lens: list[int] = seq_lens_cpu.tolist()
         opening = [i for i, n in enumerate(lens) if n % self.page_size == 1]
-        if opening and not res.reclaimer.make_room(len(opening) * self.layout.unit_count, self.tree):
+        folds = [self.selections.while_decoding(*each) for each in zip(self.decoding, lens, strict=True)]
+        needed = len(opening) * self.layout.unit_count + res.compacts.needed(self.decoding, folds)
+        if needed and not res.reclaimer.make_room(needed, self.tree):
             logger.error("kvir: no room for a decode step: %s", self.evidence.pool_line())
             return None
         out = super().alloc_decode(seq_lens, seq_lens_cpu, last_loc)
@@ -183,6 +182,7 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
             return None
         for i in opening:
             res.grow(self.decoding[i], [int(out[i]) // self.page_size], lens[i], hold_branch=False)
+        self.compacting = [res.compacts.reserve(*each) for each in zip(self.decoding, folds, strict=True)]
         self._end_step()
         return out
 
@@ -218,11 +218,16 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         res = self.residency
         res.begin_step(extend=False)
         opening = 0
+        states: list[RequestState] = []
+        folds: list[Chosen | None] = []
         for req in requests or []:
             length = req.kv.kv_committed_len
-            res.slide(res.requests[id(req.kv)], length, decoding=True)
+            states.append(res.requests[id(req.kv)])
+            res.slide(states[-1], length, decoding=True)
             opening += length % self.page_size == 0
-        physical = res.reclaimer.make_room(opening * self.layout.unit_count, tree_cache)
+            folds.append(self.selections.while_decoding(states[-1], length + 1))
+        needed = opening * self.layout.unit_count + res.compacts.needed(states, folds)
+        physical = res.reclaimer.make_room(needed, tree_cache)
         if not physical:
             res.counters["decode_shortfalls"] += 1
         return logical and physical

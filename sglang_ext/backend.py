@@ -13,7 +13,7 @@ from kvir.kernels import dispatch
 from kvir.kernels.ops import Bounds
 from kvir.sglang_ext.allocator import KvirAllocator
 from kvir.sglang_ext.pool import KvirPool
-from kvir.sglang_ext.selecting import LayerCall, Prompt, PromptSelection
+from kvir.sglang_ext.selecting import LayerCall, RowSelection, Work
 
 T = TypeVar("T")
 
@@ -52,8 +52,8 @@ class KvirAttentionBackend(AttentionBackend):
         self._slots = torch.empty(0, dtype=torch.int64)
         self._bounds = pool.decode_bounds
         self.allocator = allocator
-        self.selection = PromptSelection(pool.plan, pool, runner.model) if pool.plan.layout.compact else None
-        self._prompts: list[Prompt] = []
+        self.selection = RowSelection(pool.plan, pool, runner.model) if pool.plan.layout.compact else None
+        self._works: list[Work] = []
 
     # ---- once per forward ----------------------------------------------------------------------------------
 
@@ -68,7 +68,9 @@ class KvirAttentionBackend(AttentionBackend):
             self._lens = forward_batch.seq_lens.to(torch.int32)
             self._pages = self._logical_pages(rows, int(_given(forward_batch.seq_lens_cpu).max()))
             if self.selection is not None:
-                self._read_compact(_given(forward_batch.seq_lens_cpu).tolist())
+                lens = _given(forward_batch.seq_lens_cpu).tolist()
+                self._works = self.selection.of_decode(self.allocator, lens)
+                self._read_compact(lens)
             return
         self._lens = _given(forward_batch.extend_prefix_lens).to(torch.int32)
         self._extends = _given(forward_batch.extend_seq_lens).to(torch.int32)
@@ -79,7 +81,7 @@ class KvirAttentionBackend(AttentionBackend):
             self._pages[position, prefix_lens[position] // self.page_tokens] = pool.shadow_base + position
         if self.selection is not None:
             lens = _given(forward_batch.extend_seq_lens_cpu)
-            self._prompts = self.selection.prompts(self.allocator, prefix_lens, lens)
+            self._works = self.selection.of_extend(self.allocator, prefix_lens, lens)
 
     def _read_compact(self, lens: list[int]) -> None:
         """Requests whose prompt was compacted read their spare rows first, each unit within bounds of its
@@ -146,11 +148,11 @@ class KvirAttentionBackend(AttentionBackend):
         if self.selection is not None:
             index = self.layer_index[layer.layer_id]
             call = LayerCall(index, layer.layer_id, q, k, v, layer.scaling, layer.logit_cap)
-            self.selection.observe(self._prompts, call)
+            self.selection.observe(self._works, call)
         # after all reads of the layer: quarantined head-pages may be reused here
         self.kernels.append(k, v, self.pool.cache, self._slots, unit0)
         if self.selection is not None:
-            self.selection.after_append(self._prompts, self.layer_index[layer.layer_id])
+            self.selection.after_append(self._works, self.layer_index[layer.layer_id])
         return self._checked(out, holes, layer)
 
     def forward_decode(
@@ -170,7 +172,20 @@ class KvirAttentionBackend(AttentionBackend):
             q, self.pool.cache, self._pages, self._lens, self._bounds, unit0, self.kv_heads,
             layer.scaling, layer.logit_cap, out,
         )  # fmt: skip
+        if self._works:
+            self._after_attention(q, k, v, layer)
         return self._checked(out, holes, layer)
+
+    def _after_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention
+    ) -> None:
+        """Selections of a decode step: every row is in the pool."""
+        assert self.selection is not None
+        index = self.layer_index[layer.layer_id]
+        self.selection.observe(
+            self._works, LayerCall(index, layer.layer_id, q, k, v, layer.scaling, layer.logit_cap)
+        )
+        self.selection.after_append(self._works, index)
 
     def _views(
         self,

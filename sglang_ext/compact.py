@@ -1,4 +1,4 @@
-"""Compact rows: what a selection leaves of a prompt, private to its request.
+"""Compact rows: what selections leave of a sequence, private to its request.
 
 Unit u keeps some rows in head-pages of its own, in position order.  They are reached through spare rows of
 the residency table, behind the logical pages: spare row i holds, for every unit, its i-th compact head-page.
@@ -16,122 +16,84 @@ the next scheduling step gives back what is left (`settle`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvir.lowering.compact import compact_pages, runs_in_prefill, tail_stays
-from kvir.lowering.quota import first_run, kept_rows
-from kvir.lowering.spans import Bounds
-from kvir.lowering.stages import CompactClass, LayoutPlan, Selection
+from kvir.sglang_ext.folding import BoolArray, Chosen
 from kvir.sglang_ext.geometry import Geometry, IntArray
 
 if TYPE_CHECKING:
     from kvir.sglang_ext.cells import Cells
     from kvir.sglang_ext.requests import RequestState
 
-BoolArray = NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """How many rows a selection at the end of a prompt leaves; which ones, the scores decide later."""
-
-    moves: BoolArray  # [U] the unit selects now
-    exact: BoolArray  # [U] it gets `most` rows, whatever the scores are
-    most: IntArray  # [U] rows that go to compact head-pages, at most
-    left: IntArray  # [U] last rows that stay where they are, in the partial page
-    stock: IntArray  # [layers + 1] head-pages for units that are not exact; the last is for any layer
-
-
-class Selections:
-    """When a prompt is compacted, and to how many rows: what the plan says of units that select."""
-
-    def __init__(self, layout: LayoutPlan) -> None:
-        self._layout = layout
-        self._classes = [(c, c.prefill.selection) for c in layout.compact if c.prefill.selection is not None]
-
-    def runs(self, prompt_tokens: int) -> bool:
-        """Whether a prompt of that length is compacted."""
-        return any(runs_in_prefill(selection, prompt_tokens) for _, selection in self._classes)
-
-    def at_prompt_end(self, prompt_tokens: int) -> Chosen | None:
-        """None if a prompt of that length stays as it is."""
-        layout, n = self._layout, prompt_tokens
-        if not self.runs(n):
-            return None
-        count = layout.unit_count
-        moves, exact = np.zeros(count, bool), np.ones(count, bool)
-        most, left = np.zeros(count, np.int64), np.zeros(count, np.int64)
-        stock = np.zeros(count // layout.kv_heads + 1, np.int64)
-        for c, selection in self._classes:
-            units = np.asarray(c.units)
-            # a unit whose budget is the whole prompt moves too: units of one class keep the same pages
-            moves[units] = True
-            tail = n % layout.page_tokens if tail_stays(selection, layout.page_tokens) else 0
-            rows = kept_rows(first_run(selection, n, n))
-            left[units], most[units] = tail, rows.most - tail
-            if not rows.exact:
-                exact[units] = False
-                for layer, pages in self._stock(c, selection, n, tail):
-                    stock[layer] += pages
-        return Chosen(moves, exact, most, left, stock)
-
-    def _stock(self, c: CompactClass, selection: Selection, n: int, tail: int) -> Iterator[tuple[int, int]]:
-        """(layer, head-pages) that rivals take at most; layer -1: rivals of all layers share them."""
-
-        def most(units: Sequence[int]) -> int:
-            return compact_pages(self._layout, units, first_run(selection, n, n), Bounds(tail, tail)).most
-
-        if any(quota.scope == "model" for quota in selection.quotas):
-            yield -1, most(c.units)
-            return
-        layers = np.asarray(c.units) // self._layout.kv_heads
-        for layer in np.unique(layers).tolist():
-            yield layer, most(np.asarray(c.units)[layers == layer].tolist())
-
 
 @dataclass
 class Compact:
-    """The compact rows of one request."""
+    """The compact rows of one request.  Arrays are [U], tables [len(spare_rows), U]."""
 
-    chosen: Chosen
-    tokens: int  # length at which the selection ran
-    start_page: int  # units that moved keep the logical pages from here on
+    page_tokens: int
+    moved: BoolArray  # units that have selected
+    tokens: IntArray  # length at which the unit selected last
+    left: IntArray  # rows before that length that stayed where they were, in the partial page
+    copied: IntArray  # rows in compact head-pages
     spare_rows: IntArray  # rows of the device table
-    table: NDArray[np.int32]  # [len(spare_rows), U] head-page or -1
-    owned: BoolArray  # the same shape: which of them are the request's own
-    copied: (
-        IntArray  # [U] rows in compact head-pages; 0 until the forward has filled a unit that is not exact
-    )
+    table: NDArray[np.int32]  # head-page or -1
+    owned: BoolArray  # which of them are the request's own
+    positions: dict[int, IntArray]  # of the copied rows of units that moved, ascending
+    chosen: Chosen | None = None  # the selection that is under way
+    evicted: int = 0  # rows that it has dropped so far
+    slides: bool = False  # dense pages that it left behind are to be given back
     stock: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # layer, or -1 -> head-pages
-    filled: bool = False  # the forward is done
 
     @property
     def head_pages(self) -> int:
         return int(self.owned.sum()) + sum(map(len, self.stock.values()))
 
-    def place(self, unit: int, layer: int, rows: int, page_tokens: int) -> NDArray[np.int64]:
-        """The head-pages for `rows` rows of a unit, in order.  Called by the forward, once per unit.
+    @property
+    def pages(self) -> IntArray:
+        """[U] compact head-pages of each unit."""
+        return self.owned.sum(0).astype(np.int64)
+
+    @property
+    def start_page(self) -> IntArray:
+        """[U] units that moved keep the logical pages from here on."""
+        return self.tokens // self.page_tokens
+
+    def held(self, unit: int, tokens: int) -> int:
+        """Rows that a unit which selects holds at length `tokens`."""
+        return int(self.rows(tokens)[unit]) if self.moved[unit] else tokens
+
+    def rows(self, tokens: int) -> IntArray:
+        """[U] rows that units which moved hold at length `tokens`."""
+        return self.copied + tokens - self.tokens + self.left
+
+    def place(self, unit: int, layer: int, positions: IntArray, tokens: int) -> NDArray[np.int64]:
+        """The head-pages for a unit's rows at `positions`, in order, at length `tokens`.  Called by the
+        forward, once per unit that selects.
 
         Raises RuntimeError if they are more than was promised.
         """
-        pages = -(-rows // page_tokens)
-        if self.chosen.exact[unit]:
-            if rows != self.chosen.most[unit]:
-                raise RuntimeError(f"kvir: unit {unit} selected {rows} rows, not {self.chosen.most[unit]}")
-        else:
-            stock = self.stock.get(layer, self.stock.get(-1, []))
-            if rows > self.chosen.most[unit] or pages > len(stock):
-                raise RuntimeError(
-                    f"kvir: unit {unit} selected {rows} rows, {len(stock)} head-pages are left"
-                )
-            self.table[:pages, unit] = [stock.pop() for _ in range(pages)]
-            self.owned[:pages, unit] = True
-            self.copied[unit] = rows
+        chosen, rows = self.chosen, len(positions)
+        assert chosen is not None
+        pages, had = -(-rows // self.page_tokens), int(self.owned[:, unit].sum())
+        promised = int(chosen.most[unit])
+        if rows > promised or (chosen.exact[unit] and rows != promised):
+            raise RuntimeError(f"kvir: unit {unit} selected {rows} rows, not {promised}")
+        own, anywhere = self.stock.setdefault(layer, []), self.stock.get(-1, [])
+        if pages - had > len(own) + len(anywhere):
+            raise RuntimeError(f"kvir: unit {unit} selected {rows} rows, and no head-pages are left for them")
+        for i in range(had, pages):
+            self.table[i, unit], self.owned[i, unit] = (own or anywhere).pop(), True
+        for i in range(pages, had):
+            own.append(int(self.table[i, unit]))
+            self.table[i, unit], self.owned[i, unit] = -1, False
+        self.evicted += int(self.held(unit, tokens) - rows - chosen.left[unit])
+        self.copied[unit], self.positions[unit] = rows, positions
+        self.tokens[unit], self.left[unit], self.moved[unit] = tokens, chosen.left[unit], True
         return self.table[:pages, unit].astype(np.int64)
 
     def decode_view(
@@ -140,13 +102,13 @@ class Compact:
         """How a decode step at `tokens` tokens reads: (rows before its logical pages, sink [U], recent [U]);
         `recent` is the plan's own window of each unit.
         """
-        chosen = self.chosen
-        sinks = np.where(chosen.moves, self.copied, np.minimum(geometry.unit_sink_tokens, self.tokens))
-        fresh = tokens - self.tokens + chosen.left
+        by_position = np.minimum(geometry.unit_sink_tokens, tokens)
+        sinks = np.where(self.moved, self.copied, by_position)
+        fresh = tokens - self.tokens + self.left
         # sinks are read among the spare rows: the window must not find them again
         window = np.minimum(recent, tokens - sinks)
         before = len(self.spare_rows) * geometry.page_tokens
-        return before, sinks, np.where(chosen.moves, fresh, window)
+        return before, sinks, np.where(self.moved, fresh, window)
 
 
 class CompactStore:
@@ -166,13 +128,20 @@ class CompactStore:
     def free_rows(self) -> int:
         return len(self._free)
 
-    def needed_per_layer(self, chosen: Chosen) -> IntArray:
-        """[layers + 1] head-pages that a selection takes, the last for any layer."""
+    def needed_per_layer(self, state: RequestState, chosen: Chosen) -> IntArray:
+        """[layers + 1] head-pages that a selection takes beside those that the request has; the last is for
+        any layer.
+        """
         geo = self._cells.geometry
-        pages = np.where(chosen.exact, -(-chosen.most // geo.page_tokens), 0)
-        return chosen.stock + np.bincount(
-            geo.layer_of_unit, weights=pages, minlength=geo.layer_count + 1
-        ).astype(np.int64)
+        extra = self._extra(state, chosen)
+        count = geo.layer_count + 1
+        return chosen.stock + np.bincount(geo.layer_of_unit, weights=extra, minlength=count).astype(np.int64)
+
+    def _extra(self, state: RequestState, chosen: Chosen) -> IntArray:
+        """[U] head-pages that units take whose number of rows is known."""
+        pages = -(-chosen.most // self._cells.geometry.page_tokens)
+        had = 0 if state.compact is None else state.compact.pages
+        return np.where(chosen.moves & chosen.exact, np.maximum(pages - had, 0), 0)
 
     def needed_rows(self, chosen: Chosen) -> int:
         """Spare rows that the copied rows, and the sinks of the other units, take."""
@@ -180,49 +149,78 @@ class CompactStore:
         pages = -(-chosen.most // geo.page_tokens)
         return int(np.where(chosen.moves, pages, geo.unit_sink_pages).max(initial=0))
 
-    def reserve(self, state: RequestState, chosen: Chosen, tokens: int) -> Compact:
-        """Head-pages for the selection that runs when the request has `tokens` tokens."""
+    def needed(self, states: Sequence[RequestState], folds: Sequence[Chosen | None]) -> int:
+        """Head-pages that the selections of a decode step take; None: the request selects nothing."""
+        return sum(
+            int(self.needed_per_layer(state, chosen).sum())
+            for state, chosen in zip(states, folds, strict=True)
+            if chosen is not None
+        )
+
+    def reserve(self, state: RequestState, chosen: Chosen | None) -> Compact | None:
+        """Head-pages for the selection that runs in the forward being launched, if one does."""
+        if chosen is None:
+            return None
         geo, pool = self._cells.geometry, self._cells.pool
-        count = self.needed_rows(chosen)
+        compact = self._empty() if state.compact is None else state.compact
+        state.compact = compact
+        count = self.needed_rows(chosen) - len(compact.spare_rows)
         if count > len(self._free):
             raise MemoryError("kvir: no spare rows in the residency table")
-        spare = np.array([self._free.pop() for _ in range(count)], np.int64)
-        copied = np.where(chosen.exact, chosen.most, 0)
-        owned = np.arange(count)[:, None] < -(-copied // geo.page_tokens)[None]
-        table = np.full((count, geo.unit_count), -1, np.int32)
-        table[owned] = pool.take(np.broadcast_to(geo.layer_of_unit, owned.shape)[owned])
-        layers = np.nonzero(chosen.stock)[0]
-        stock = {
-            -1 if layer == geo.layer_count else int(layer): pool.take(
-                np.full(chosen.stock[layer], layer)
-            ).tolist()
-            for layer in layers
-        }
-        start = tokens // geo.page_tokens
-        state.compact = Compact(chosen, tokens, start, spare, table, owned, copied, stock)
-        self.head_pages += state.compact.head_pages
-        if stock:
-            self._unsettled.append(state.compact)
+        before = compact.head_pages
+        if count > 0:
+            spare = np.array([self._free.pop() for _ in range(count)], np.int64)
+            shape = (count, geo.unit_count)
+            compact.spare_rows = np.concatenate([compact.spare_rows, spare])
+            compact.table = np.concatenate([compact.table, np.full(shape, -1, np.int32)])
+            compact.owned = np.concatenate([compact.owned, np.zeros(shape, bool)])
+        stock = chosen.stock.copy()
+        # units that know their number of rows take their pages from the stock of their layer too
+        extra = self._extra(state, chosen)
+        stock += np.bincount(geo.layer_of_unit, weights=extra, minlength=len(stock)).astype(np.int64)
+        for layer in np.nonzero(stock)[0].tolist():
+            key = -1 if layer == geo.layer_count else layer
+            compact.stock[key] = pool.take(np.full(stock[layer], layer)).tolist()
+        compact.chosen = chosen
+        self.head_pages += compact.head_pages - before
         self.refresh_sinks(state)
-        return state.compact
+        return compact
 
-    def publish(self, compact: Compact) -> None:
-        """The forward has placed every unit: the device table learns of it before the next one."""
-        compact.filled = True
+    def _empty(self) -> Compact:
+        units = self._cells.geometry.unit_count
+        none = np.zeros(units, np.int64)
+        return Compact(
+            page_tokens=self._cells.geometry.page_tokens,
+            moved=np.zeros(units, bool),
+            tokens=none.copy(),
+            left=none.copy(),
+            copied=none.copy(),
+            spare_rows=np.zeros(0, np.int64),
+            table=np.zeros((0, units), np.int32),
+            owned=np.zeros((0, units), bool),
+            positions={},
+        )
+
+    def publish(self, compact: Compact, tokens: int) -> None:
+        """The forward has placed every unit of the selection at length `tokens`: the device table learns of
+        it before the next one.
+        """
+        assert compact.chosen is not None
         moved = compact.chosen.moves
-        kept = int((compact.copied + compact.chosen.left)[moved].sum())
-        self._cells.counters["selections"] += 1
-        self._cells.counters["rows_evicted"] += int(moved.sum()) * compact.tokens - kept
-        if compact.stock:
-            self._cells.deltas.push(compact.spare_rows, compact.table.copy())
+        counters = self._cells.counters
+        counters["selections"] += 1
+        counters["rows_evicted"] += compact.evicted
+        compact.evicted = 0
+        if (compact.tokens[moved] != tokens).any():
+            raise RuntimeError("kvir: a unit that should select did not")
+        compact.chosen, compact.slides = None, True
+        self._unsettled.append(compact)
+        self._cells.deltas.push(compact.spare_rows, compact.table.copy())
 
     def settle(self) -> None:
         """Give back what selections that are done did not use."""
         waiting, self._unsettled = self._unsettled, []
         for compact in waiting:
-            if not compact.filled:
-                self._unsettled.append(compact)
-                continue
             self.head_pages -= sum(map(len, compact.stock.values()))
             self._return_stock(compact)
             used = compact.table >= 0
@@ -237,7 +235,7 @@ class CompactStore:
         if compact is None or not len(compact.spare_rows):
             return
         for i in range(min(len(compact.spare_rows), len(state.pages))):
-            alias = ~compact.chosen.moves & (geo.unit_sink_pages > i)
+            alias = ~compact.moved & (geo.unit_sink_pages > i)
             compact.table[i, alias] = self._cells.table[state.pages[i], alias]
         self._cells.deltas.push(compact.spare_rows, compact.table.copy())
 

@@ -26,7 +26,7 @@ METRICS: dict[str, str] = {
     "kvir_healed": "cells of the prefix cache restored by a recomputation",
     "kvir_matches_shortened": "prefix matches cut to a prefix that is still whole",
     "kvir_admissions_deferred": "requests that waited for head-pages",
-    "kvir_selections": "prompts that were compacted to the rows that scores chose",
+    "kvir_selections": "selections by score: prompts, and steps of decode",
     "kvir_rows_evicted": "rows that selections dropped, over all units",
     "kvir_decode_shortfalls": "decode steps that ran out of head-pages",
 }

@@ -45,6 +45,7 @@ class Geometry:
         self.kv_heads = layout.kv_heads
         self.layer_count = layout.unit_count // layout.kv_heads
         self.class_units: list[IntArray] = [np.asarray(c.units, np.int64) for c in layout.classes]
+        self.class_leaders = np.array([units[0] for units in self.class_units], np.int64)
         self.class_count = len(self.class_units)
         self.class_size = np.array([len(u) for u in self.class_units], np.int64)
         self.prefill = Spans([c.prefill for c in layout.classes])

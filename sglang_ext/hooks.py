@@ -119,22 +119,25 @@ def cap_match(original: Callable[..., int], self: Req, input_len: int, *args: An
     cap = _match_cap()
     if cap is None:
         return longest
-    observed, selections = cap
-    if not selections.runs(input_len):
-        return longest
+    at_end, in_decode, selections = cap
+    observed = in_decode
+    if selections.runs(input_len):
+        if at_end is None:
+            return 0
+        observed = max(observed, at_end)
     # a negative length would be read as one from the end
-    return 0 if observed is None else max(0, min(longest, input_len - observed))
+    return max(0, min(longest, input_len - observed))
 
 
 @functools.cache
-def _match_cap() -> tuple[int | None, Any] | None:
-    from kvir.sglang_ext.compact import Selections
-    from kvir.sglang_ext.selecting import observed_tokens
+def _match_cap() -> tuple[int | None, int, Any] | None:
+    from kvir.sglang_ext.folding import Selections
+    from kvir.sglang_ext.selecting_rules import observed_at_prompt_end, observed_in_decode
 
     plan = _plan()
     if plan is None or not plan.layout.compact:
         return None
-    return observed_tokens(plan), Selections(plan.layout)
+    return observed_at_prompt_end(plan), observed_in_decode(plan), Selections(plan.layout)
 
 
 # ---- evidence ----------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""What scores must see of a prompt while it is read: its last queries, and sums over all of them.
+"""What scores must see of a sequence: its last queries, and sums over all queries of the prompt.
 
-Kept per request and layer, across chunks; a last chunk may be one token long.
+Kept per request and layer, across chunks and steps; a last chunk may be one token long.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Wants:
 
 
 class LayerMemory:
-    """One layer of one prompt: fed chunk by chunk, asked when the prompt ends."""
+    """One layer of one request: fed chunk by chunk and step by step, asked when rows are selected."""
 
     def __init__(
         self, wants: Wants, prompt_tokens: int, scale: float, logit_cap: float, rope: Rope | None
@@ -49,13 +49,17 @@ class LayerMemory:
         self._running: dict[RunningScore, Running] = {}
         self._moments: dict[int, QueryMoments] = {}
 
-    def feed(self, q: torch.Tensor, k: torch.Tensor | None, start: int) -> None:
+    def remember(self, q: torch.Tensor) -> None:
+        """The next queries [T, Hq, D]: the last of them are kept."""
+        count = self._wants.queries
+        last = q[max(0, q.shape[0] - count) :]
+        if self.queries is not None and last.shape[0] < count:
+            last = torch.cat([self.queries, last])[-count:]
+        self.queries = last.clone()
+
+    def add_up(self, q: torch.Tensor, k: torch.Tensor | None, start: int) -> None:
         """q [T, Hq, D] of the chunk that begins at token `start`; k [start + T, Hkv, D] if sums are asked."""
         wants = self._wants
-        last = q[max(0, q.shape[0] - wants.queries) :]
-        if self.queries is not None and last.shape[0] < wants.queries:
-            last = torch.cat([self.queries, last])[-wants.queries :]
-        self.queries = last.clone()
         positions = torch.arange(start, start + q.shape[0])
         if wants.running:
             assert k is not None
@@ -71,6 +75,10 @@ class LayerMemory:
             if skip not in self._moments:
                 self._moments[skip] = QueryMoments(q.shape[1], q.shape[2], self._rope, skip=skip)
             self._moments[skip].update(q, positions)
+
+    def forget_sums(self) -> None:
+        """The prompt is done."""
+        self._running, self._moments = {}, {}
 
     def sums(self) -> dict[RunningScore, Sums]:
         return {spec: running.sums() for spec, running in self._running.items()}

@@ -40,8 +40,7 @@ class Residency(Cells):
         self.peak_resident = 0
         self.peak_covered = 0
         self.peak_pages_in_use = 0
-        self._in_extend = False
-        # queued at the next step: this one still reads them
+        self._in_extend = False  # below: queued at the next step, for this one still reads them
         self._slid_now: list[tuple[list[Entry], bool]] = []
 
     # ---- one scheduling step -------------------------------------------------------------------------------
@@ -147,16 +146,17 @@ class Residency(Cells):
         begins.
         """
         turning = decoding and self.geometry.phased and not state.decoding
-        floor = tokens // self.geometry.page_tokens
-        if floor <= state.page_floor and not turning:
+        floor, compact = tokens // self.geometry.page_tokens, state.compact
+        if floor <= state.page_floor and not turning and not (compact and compact.slides):
             return
         state.page_floor = max(floor, state.page_floor)
         state.decoding |= turning
         spans = self.geometry.spans(state.decoding)
         first = spans.first_page(floor)
-        if state.decoding and state.compact is not None:
-            moved = np.array([state.compact.chosen.moves[units[0]] for units in self.geometry.class_units])
-            first = np.where(moved, state.compact.start_page, first)
+        if state.decoding and compact is not None:
+            leaders = self.geometry.class_leaders
+            first = np.where(compact.moved[leaders], compact.start_page[leaders], first)
+            compact.slides = False
         first = np.minimum(first, np.maximum(len(state.pages), spans.sink_pages))
         for c in np.nonzero((first > state.first) | (spans.sink_pages < state.sinks))[0].tolist():
             old_sinks, old_first = int(state.sinks[c]), int(state.first[c])
@@ -185,7 +185,7 @@ class Residency(Cells):
         return np.append(pages @ geo.layer_units, 0)
 
     def grow(self, state: RequestState, new_pages: list[int], tokens: int, *, hold_branch: bool) -> None:
-        """The request has grown to `tokens` tokens in `new_pages`: give head-pages to what survives."""
+        """The request has grown to `tokens` tokens in `new_pages`; what survives gets head-pages."""
         geo = self.geometry
         start = len(state.pages)
         state.pages.extend(new_pages)

@@ -1,8 +1,8 @@
-"""Which rows stay when a prompt ends: score, select and copy, inside the forward of the last chunk.
+"""Which rows stay: score, select and copy, inside the forward of a prompt's last chunk or of a decode step.
 
 The scheduler has reserved the compact head-pages already.  Each layer scores its rows after its attention,
-while K is at hand.  A unit whose rivals are all in its layer is copied there and then; where layers compete,
-each leaves its scores, and the last of them selects and copies for all, from the dense pages.
+while the last queries are at hand.  A unit whose rivals are all in its layer is copied there and then; where
+layers compete, each leaves its scores, and the last of them selects and copies for all, from the dense pages.
 """
 
 from __future__ import annotations
@@ -14,57 +14,45 @@ import numpy as np
 import torch
 
 from kvir.kernels.ref.compact import compact as copy_rows
-from kvir.kernels.ref.score_needs import observed_queries, term_scores
-from kvir.kernels.ref.select_rule import Governed, LayerState, Offer, Unit, choose, offer, spans_layers
+from kvir.kernels.ref.select_offer import LayerState, Offer, Unit, offer
+from kvir.kernels.ref.select_rule import choose
 from kvir.kernels.score_ops import ScoreInputs
 from kvir.lowering.stages import ExecutionPlan
-from kvir.policy_ir.nodes import Rule
-from kvir.policy_ir.scores import Score
+from kvir.policy_ir.nodes import Phase
 from kvir.sglang_ext.compact import Compact
 from kvir.sglang_ext.geometry import IntArray
+from kvir.sglang_ext.held_rows import HeldRows, RowReader
 from kvir.sglang_ext.model_parts import ModelParts, needed
 from kvir.sglang_ext.observing import LayerMemory, Wants
 from kvir.sglang_ext.pool import KvirPool
 from kvir.sglang_ext.requests import RequestState
+from kvir.sglang_ext.selecting_rules import Selecting, rule_scores, selecting_rules
 
 if TYPE_CHECKING:
     from kvir.sglang_ext.allocator import KvirAllocator
 
 
-@dataclass(frozen=True)
-class Selecting:
-    """One rule by score, and the units that it governs."""
-
-    rule: Rule
-    governed: Governed
-
-    @property
-    def last_layer(self) -> int:
-        return max(self.governed)
-
-    @property
-    def waits(self) -> bool:
-        return spans_layers(self.rule)
-
-
 @dataclass
-class Prompt:
-    """One request of an extend: its span in the batch, and what it is to select when this chunk ends its
-    prompt.
-    """
+class Work:
+    """One request of a forward: its rows in the batch, and what it selects after this step."""
 
     state: RequestState
     begin: int  # rows [begin, end) of the batch
     end: int
-    start: int  # tokens before the chunk
+    start: int  # tokens before this step
     pages: IntArray  # logical pages of all its tokens
-    compact: Compact | None
+    compact: Compact | None  # None: nothing is selected now
+    phase: Phase
     offers: dict[int, list[Offer]] = field(default_factory=dict[int, list[Offer]])  # by rule
+
+    @property
+    def tokens(self) -> int:
+        return self.start + self.end - self.begin
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One layer of an extend, as the attention backend computes it."""
+    """One layer of a forward, as the attention backend computes it."""
 
     index: int  # among the layers with a KV cache
     layer_id: int  # SGLang's
@@ -75,160 +63,190 @@ class LayerCall:
     logit_cap: float
 
 
-class PromptSelection:
-    """What a plan selects at the end of a prompt."""
+class RowSelection:
+    """What a plan selects, and what that takes to remember."""
 
     def __init__(self, plan: ExecutionPlan, pool: KvirPool, model: torch.nn.Module) -> None:
         self._pool = pool
+        self._rows = RowReader(pool, plan.layout.kv_heads)
         self._kv_heads = plan.layout.kv_heads
-        self._rules = selecting_rules(plan)
+        self._rules: dict[Phase, dict[int, Selecting]] = {
+            "prefill": selecting_rules(plan, "prefill"),
+            "decode": selecting_rules(plan, "decode"),
+        }
         self._wants: dict[int, Wants] = {}
-        for layer in sorted({layer for each in self._rules.values() for layer in each.governed}):
-            rules = [each.rule for each in self._rules.values() if layer in each.governed]
+        every = [each for rules in self._rules.values() for each in rules.values()]
+        for layer in sorted({layer for each in every for layer in each.governed}):
+            rules = [each.rule for each in every if layer in each.governed]
             self._wants[layer] = Wants.of(s for rule in rules for s in rule_scores(rule))
+        self._decoding = {layer for each in self._rules["decode"].values() for layer in each.governed}
         layer_ids = [layer.layer_id for layer in plan.model.layers]
         self._parts: ModelParts = needed(model, {layer_ids[i]: w.needs for i, w in self._wants.items()})
 
-    def prompts(self, allocator: KvirAllocator, starts: list[int], lens: list[int]) -> list[Prompt]:
+    # ---- once per forward ----------------------------------------------------------------------------------
+
+    def of_extend(self, allocator: KvirAllocator, starts: list[int], lens: list[int]) -> list[Work]:
         """The requests of the extend that is launched now, in batch order."""
-        found: list[Prompt] = []
+        states = [state for state, _, _ in allocator.extending]
+        return self._work(states, allocator.compacting, starts, lens, "prefill")
+
+    def of_decode(self, allocator: KvirAllocator, lens: list[int]) -> list[Work]:
+        """The same of a decode step; lens count the step's own token."""
+        if not self._decoding:
+            return []
+        starts = [length - 1 for length in lens]
+        return self._work(allocator.decoding, allocator.compacting, starts, [1] * len(lens), "decode")
+
+    def _work(
+        self,
+        states: list[RequestState],
+        compacts: list[Compact | None],
+        starts: list[int],
+        lens: list[int],
+        phase: Phase,
+    ) -> list[Work]:
+        found: list[Work] = []
         begin = 0
-        for (state, _, _), compact, start, length in zip(
-            allocator.extending, allocator.compacting, starts, lens, strict=True
-        ):
+        for state, compact, start, length in zip(states, compacts, starts, lens, strict=True):
             pages = np.array(state.pages, np.int64)
-            found.append(Prompt(state, begin, begin + length, start, pages, compact))
+            found.append(Work(state, begin, begin + length, start, pages, compact, phase))
             begin += length
         return found
 
-    def observe(self, prompts: list[Prompt], call: LayerCall) -> None:
-        """After a layer's attention: keep what scores need; where a prompt ends, score, select and copy."""
+    # ---- once per layer ------------------------------------------------------------------------------------
+
+    def observe(self, works: list[Work], call: LayerCall) -> None:
+        """After a layer's attention: keep what scores need; where something is selected, score and copy."""
         wants = self._wants.get(call.index)
         if wants is None:
             return
-        for prompt in prompts:
-            if not prompt.state.selects:
-                continue
-            span = slice(prompt.begin, prompt.end)
-            memory = prompt.state.memory.pop(call.index, None)
-            if memory is None:
-                rope = self._parts.rope(call.layer_id) if "rope" in wants.needs else None
-                memory = LayerMemory(wants, prompt.state.prompt_tokens, call.scale, call.logit_cap, rope)
-            k = v = None
-            if wants.running or prompt.compact is not None:
-                k, v = self._all_rows(prompt, call)
-            memory.feed(call.q[span], k, prompt.start)
-            if prompt.compact is None:
-                prompt.state.memory[call.index] = memory
-                continue
-            assert k is not None
-            assert v is not None
-            self._select(prompt, self._inputs(call, wants, memory, k, v))
+        for work in works:
+            if work.phase == "decode":
+                if call.index in self._decoding:
+                    self._observe_step(work, call)
+            elif work.state.selects or call.index in self._decoding:
+                self._observe_chunk(work, call, wants)
 
-    def after_append(self, prompts: list[Prompt], layer: int) -> None:
+    def after_append(self, works: list[Work], layer: int) -> None:
         """Every row of this layer is in its dense pages: rules that end here and span layers are decided."""
-        last = layer == max(self._wants)
-        for prompt in prompts:
-            if prompt.compact is None:
+        for work in works:
+            if work.compact is None:
                 continue
-            for number, offers in list(prompt.offers.items()):
-                each = self._rules[number]
+            for number, offers in list(work.offers.items()):
+                each = self._rules[work.phase][number]
                 if each.last_layer != layer:
                     continue
-                del prompt.offers[number]
-                for unit, rows in choose(each.rule, offers, each.governed, prompt.compact.tokens).items():
-                    k, v = self._rows_of(prompt, unit)
-                    self._copy(prompt.compact, unit, rows, k, v)
-            if last:
-                self._pool.residency.compacts.publish(prompt.compact)
+                del work.offers[number]
+                for unit, rows in choose(each.rule, offers, each.governed, work.tokens).items():
+                    self._copy(work, unit, rows, self._rows.dense(unit, work.pages, work.tokens))
+            if layer == max(self._wants):
+                self._pool.residency.compacts.publish(work.compact, work.tokens)
 
     # ---- parts ---------------------------------------------------------------------------------------------
 
-    def _select(self, prompt: Prompt, inputs: ScoreInputs) -> None:
-        assert prompt.compact is not None
-        layer, tokens = inputs.layer, prompt.compact.tokens
-        for number, each in self._rules.items():
-            if layer not in each.governed:
+    def _observe_chunk(self, work: Work, call: LayerCall, wants: Wants) -> None:
+        memory = self._memory(work, call, wants)
+        span = slice(work.begin, work.end)
+        memory.remember(call.q[span])
+        if not work.state.selects:
+            return
+        held = None
+        if wants.running or work.compact is not None:
+            held = self._rows.prompt(call.index, work.pages, work.start, call.k[span], call.v[span])
+        memory.add_up(call.q[span], None if held is None else held.k, work.start)
+        if work.compact is None:
+            return
+        assert held is not None
+        self._select(work, call, memory, {head: held.of(head) for head in range(self._kv_heads)}, held)
+        memory.forget_sums()
+        if call.index not in self._decoding:
+            del work.state.memory[call.index]
+
+    def _observe_step(self, work: Work, call: LayerCall) -> None:
+        memory = self._memory(work, call, self._wants[call.index])
+        memory.remember(call.q[work.begin : work.end])
+        chosen = None if work.compact is None else work.compact.chosen
+        if work.compact is None or chosen is None:
+            return
+        unit0 = call.index * self._kv_heads
+        heads = [h for h in range(self._kv_heads) if chosen.moves[unit0 + h]]
+        if not heads:
+            return
+        if any(work.compact.moved[unit0 + h] for h in heads):
+            rows = {h: self._rows.unit((call.index, h), work.pages, work.tokens, work.compact) for h in heads}
+            self._select(work, call, memory, rows, None)
+            return
+        held = self._rows.layer(call.index, work.pages, work.tokens)
+        self._select(work, call, memory, {head: held.of(head) for head in heads}, held)
+
+    def _memory(self, work: Work, call: LayerCall, wants: Wants) -> LayerMemory:
+        memory = work.state.memory.get(call.index)
+        if memory is None:
+            rope = self._parts.rope(call.layer_id) if "rope" in wants.needs else None
+            memory = LayerMemory(wants, work.state.prompt_tokens, call.scale, call.logit_cap, rope)
+            work.state.memory[call.index] = memory
+        return memory
+
+    def _select(
+        self,
+        work: Work,
+        call: LayerCall,
+        memory: LayerMemory,
+        rows: dict[int, HeldRows],
+        together: HeldRows | None,
+    ) -> None:
+        """Rules of the layer, over the rows of its heads; `together`: all heads hold the same ones."""
+        for number, each in self._rules[work.phase].items():
+            heads = [head for head in each.governed.get(call.index, ()) if head in rows]
+            if not heads:
                 continue
-            heads = each.governed[layer]
-            offered = offer(each.rule, LayerState(inputs, heads), each.governed, tokens)
+            if together is not None:
+                states = [LayerState(self._inputs(work, call, memory, together, None), tuple(heads))]
+            else:
+                states = [
+                    LayerState(self._inputs(work, call, memory, rows[head], head), (head,)) for head in heads
+                ]
+            offered = offer(each.rule, states, each.governed, work.state.prompt_tokens, work.tokens)
             if each.waits:
-                prompt.offers.setdefault(number, []).append(offered)
+                work.offers.setdefault(number, []).append(offered)
                 continue
-            for unit, rows in choose(each.rule, [offered], each.governed, tokens).items():
-                self._copy(prompt.compact, unit, rows, inputs.k[:, unit[1]], inputs.v[:, unit[1]])
+            for unit, kept in choose(each.rule, [offered], each.governed, work.state.prompt_tokens).items():
+                self._copy(work, unit, kept, rows[unit[1]])
 
     def _inputs(
-        self, call: LayerCall, wants: Wants, memory: LayerMemory, k: torch.Tensor, v: torch.Tensor
+        self, work: Work, call: LayerCall, memory: LayerMemory, held: HeldRows, head: int | None
     ) -> ScoreInputs:
-        needs, parts = wants.needs, self._parts
+        """Inputs of all heads of the layer, or of one."""
+        needs, parts, group = self._wants[call.index].needs, self._parts, call.q.shape[1] // self._kv_heads
+        mine = slice(None) if head is None else slice(head * group, (head + 1) * group)
+        queries = None if memory.queries is None else memory.queries[:, mine]
+        seen = 0 if queries is None else queries.shape[0]
         return ScoreInputs(
-            k=k,
-            v=v,
+            k=held.k,
+            v=held.v,
             candidates=(0, 0),
             scale=call.scale,
             logit_cap=call.logit_cap,
             layer=call.index,
-            q_obs=memory.queries,
+            first_head=head or 0,
+            positions=held.positions,
+            q_obs=queries,
+            q_positions=torch.arange(work.tokens - seen, work.tokens),
             running=memory.sums(),
             moments=memory.moments(),
-            w_o=parts.w_o(call.layer_id) if "projected_l1" in needs else None,
-            gram=parts.gram(call.layer_id) if "projected_l2" in needs else None,
+            w_o=parts.w_o(call.layer_id)[mine] if "projected_l1" in needs else None,
+            gram=parts.gram(call.layer_id)[mine] if "projected_l2" in needs else None,
             rope=parts.rope(call.layer_id) if "rope" in needs else None,
         )
 
-    def _copy(
-        self, compact: Compact, unit: Unit, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
-        """Fill the compact head-pages of one unit; k, v [n, D]."""
+    def _copy(self, work: Work, unit: Unit, kept: torch.Tensor, held: HeldRows) -> None:
+        """Fill the compact head-pages of one unit with the kept ones of its rows."""
+        compact = work.compact
+        assert compact is not None
+        assert compact.chosen is not None
         layer, head = unit
         number = layer * self._kv_heads + head
-        rows = rows[rows < compact.tokens - int(compact.chosen.left[number])]
-        pages = compact.place(number, layer, len(rows), self._pool.page_size)
-        copy_rows(k, v, rows, self._pool.kv, torch.from_numpy(pages))
-
-    def _all_rows(self, prompt: Prompt, call: LayerCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V [n, Hkv, D] of all tokens so far: the prefix from the pool, the chunk as computed."""
-        span = slice(prompt.begin, prompt.end)
-        k, v = call.k[span], call.v[span]
-        if not prompt.start:
-            return k, v
-        pool, unit = self._pool, call.index * self._kv_heads
-        pages = torch.from_numpy(prompt.pages[: -(-prompt.start // pool.page_size)])
-        head_pages = pool.table[pages, unit : unit + self._kv_heads].long()
-        # [pages, Hkv, 2, P, D] -> [2, pages * P, Hkv, D]
-        rows = pool.kv[head_pages].permute(2, 0, 3, 1, 4).flatten(1, 2)[:, : prompt.start]
-        return torch.cat([rows[0], k]), torch.cat([rows[1], v])
-
-    def _rows_of(self, prompt: Prompt, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V [n, D] of one unit, from its dense pages."""
-        assert prompt.compact is not None
-        layer, head = unit
-        pages = torch.from_numpy(prompt.pages)
-        head_pages = self._pool.table[pages, layer * self._kv_heads + head].long()
-        rows = self._pool.kv[head_pages].transpose(0, 1).flatten(1, 2)[:, : prompt.compact.tokens]
-        return rows[0], rows[1]
-
-
-def selecting_rules(plan: ExecutionPlan) -> dict[int, Selecting]:
-    """Rules that select when a prompt ends, by their number in the policy."""
-    governed: dict[int, dict[int, list[int]]] = {}
-    for layer, retentions in enumerate(plan.budgeted.prefill):
-        for head, retention in enumerate(retentions):
-            if retention.selection is not None:
-                governed.setdefault(retention.selection.rule, {}).setdefault(layer, []).append(head)
-    return {
-        number: Selecting(plan.policy.rules[number], {layer: tuple(heads) for layer, heads in layers.items()})
-        for number, layers in sorted(governed.items())
-    }
-
-
-def rule_scores(rule: Rule) -> list[Score]:
-    return [score for term in rule.keep for score in term_scores(term)]
-
-
-def observed_tokens(plan: ExecutionPlan) -> int | None:
-    """Queries at a prompt's end that must be computed, not taken from the prefix cache; None: all of them."""
-    rules = selecting_rules(plan).values()
-    counts = [observed_queries(score) for each in rules for score in rule_scores(each.rule)]
-    return None if None in counts else max((n for n in counts if n is not None), default=0)
+        positions = kept if held.positions is None else held.positions[kept]
+        moved = positions < work.tokens - int(compact.chosen.left[number])
+        pages = compact.place(number, layer, positions[moved].numpy(), work.tokens)
+        copy_rows(held.k[:, 0], held.v[:, 0], kept[moved], self._pool.kv, torch.from_numpy(pages))

@@ -66,11 +66,15 @@ def unit_budget(term: TopK, lengths: Lengths, unit: tuple[int, int], ramp: tuple
     return None if rows is None else rows - lengths.inside
 
 
-def group_take(term: TopK, lengths: Lengths, budgets: Sequence[int], group: int) -> Take:
+def group_take(
+    term: TopK, lengths: Lengths, budgets: Sequence[int], group: int, available: int | None = None
+) -> Take:
     """What `group` rivals take together; `budgets` are their own budgets, empty for `total`.
 
-    A floor raises the total, a cap lowers it, and there are no more rows than candidates.
+    A floor raises the total, a cap lowers it, and there are no more rows than candidates: `available` of all
+    rivals together, by default as many in each.
     """
+    available = group * lengths.candidates if available is None else available
     match term.budget:
         case Total(tokens=tokens):
             rows = max(0, tokens - group * lengths.inside)
@@ -80,7 +84,7 @@ def group_take(term: TopK, lengths: Lengths, budgets: Sequence[int], group: int)
         return Take(rows=min(rows, lengths.candidates))
     rows = max(rows, group * term.floor)
     rows = rows if term.cap is None else min(rows, group * term.cap)
-    rows = min(rows, group * lengths.candidates)
+    rows = min(rows, available)
     safe, blend = term.floor, None
     match term.safeguard:
         case None:

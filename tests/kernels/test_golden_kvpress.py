@@ -13,7 +13,8 @@ import torch
 from evaluation.models import model_path
 from kvir.kernels.ref.score import score
 from kvir.kernels.ref.score_needs import term_scores
-from kvir.kernels.ref.select_rule import LayerState, candidate_rows, inside_rows, select_rule
+from kvir.kernels.ref.select_offer import LayerState, candidate_rows, inside_rows
+from kvir.kernels.ref.select_rule import select_rule
 from kvir.policy_ir import load
 from kvir.policy_ir.terms import TopK
 from support.captured import LayerCapture, capture

@@ -10,8 +10,9 @@ import torch
 
 from kvir.kernels.ref.score import score
 from kvir.kernels.ref.score_needs import running, skips, term_scores
+from kvir.kernels.ref.select_offer import LayerState, candidate_rows
 from kvir.kernels.ref.select_preference import layer_preference, share_out
-from kvir.kernels.ref.select_rule import LayerState, candidate_rows, select_rule
+from kvir.kernels.ref.select_rule import select_rule
 from kvir.kernels.score_ops import ScoreInputs
 from kvir.policy_ir import load, parse
 from kvir.policy_ir import scores as ir

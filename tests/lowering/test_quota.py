@@ -6,7 +6,8 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from kvir.kernels.ref.select_rule import LayerState, select_rule
+from kvir.kernels.ref.select_offer import LayerState
+from kvir.kernels.ref.select_rule import select_rule
 from kvir.kernels.score_ops import ScoreInputs
 from kvir.lowering.pipeline import lower_to
 from kvir.lowering.quota import first_run, kept_rows, kept_rows_of_all

@@ -70,8 +70,6 @@ def test_every_known_field_exists() -> None:
 
 
 REFUSED = {
-    "every": "- {keep: [{recent: 32}, {top_k: {tokens: 64, by: attention}}], trigger: {every: 8}}",
-    "over": "- {keep: [{recent: 32}, {top_p: {mass: 0.9, by: attention}}], trigger: {over: 512}}",
     "prefill_chunk": "- {keep: [{recent: 32}, {top_k: {tokens: 64, by: attention}}], trigger: prefill_chunk}",
     "merge": "- {keep: [{recent: 32}, {top_k: {tokens: 64, by: key_norm}}], overflow: merge}",
     "criticalkv": "- {keep: {top_k: {preference: 64, by: {criticalkv: {base: attention}}}}}",
@@ -92,9 +90,11 @@ def test_a_server_refuses_by_name_and_place(word: str, tmp_path: Path) -> None:
 
 
 def test_a_server_refuses_plans_as_it_refuses_policies(tmp_path: Path) -> None:
-    plan = lower(load(ROOT / "examples/methods/rkv.ir"), config_model("tiny-llama"), dtype="float32")
+    plan = lower(load(ROOT / "examples/methods/keydiff.ir"), config_model("tiny-llama"), dtype="float32")
     plan_file.save(plan, tmp_path / "p.json")
-    with pytest.raises(PolicyError, match=r"does not execute `every`.*refused by the stage `runtime`"):
+    with pytest.raises(
+        PolicyError, match=r"does not execute `prefill_chunk`.*refused by the stage `runtime`"
+    ):
         plan_for_server(tmp_path / "p.json", TINY, dtype="float32")
     assert [x.code for x in unsupported_by_runtime(plan)] == ["KV310"]
 
@@ -110,8 +110,28 @@ def test_windows_in_decode_over_chosen_rows_are_refused(tmp_path: Path) -> None:
         plan_for_server(path, TINY, dtype="float32")
 
 
-@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv", "laprox", "criticalkv", "cake", "lagkv"])
-def test_methods_that_select_when_a_prompt_ends_are_served(name: str) -> None:
+SELECTING_IN_DECODE = {
+    "`accumulated`, a sum over queries, while decoding": "{keep: {top_k: {tokens: 64, by: accumulated}}, "
+    "trigger: {every: 8}}",
+    "`over` where heads keep different numbers": "{keep: {top_p: {mass: 0.9, by: attention}}, "
+    "trigger: {over: 512}}",
+    "a choice among all layers while decoding": "{keep: {top_k: {tokens: 64, by: key_norm, scope: model}}, "
+    "trigger: {every: 8}}",
+}
+
+
+@pytest.mark.parametrize("message", SELECTING_IN_DECODE)
+def test_what_decode_cannot_select_by_is_refused(message: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.ir"
+    path.write_text(f"kvir: 1\nname: p\nrules:\n  - {SELECTING_IN_DECODE[message]}\n")
+    with pytest.raises(PolicyError, match=message):
+        plan_for_server(path, TINY, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "name", ["snapkv", "pyramidkv", "adakv", "laprox", "criticalkv", "cake", "lagkv", "rkv", "hardkv", "tova"]
+)
+def test_methods_by_score_are_served(name: str) -> None:
     plan = plan_for_server(ROOT / f"examples/methods/{name}.ir", CONFIGS / "llama-3.1-8b", dtype="bfloat16")
     assert plan.layout.compact
 

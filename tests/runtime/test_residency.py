@@ -47,8 +47,20 @@ COMPETING = (
     "trigger: prefill_end}, {layers: 1, keep: [{recent: 4}, {top_k: {tokens: 30, by: key_norm, "
     "scope: layer}}], trigger: prefill_end}, {layers: 2, heads: 1, keep: [{sink: 20}, {recent: 40}]}]"
 )
+FOLDING = (
+    "[{keep: [{recent: 16}, {top_k: {tokens: 24, by: key_norm}}], trigger: {every: 7}}, "
+    "{layers: 1, keep: [{recent: 4}, {top_p: {mass: 0.9, by: {attention: {window: 16}}, cap: 60}}], "
+    "trigger: [prefill_end, {every: 10}]}, {layers: 2, heads: 1, keep: [{sink: 20}, {recent: 40}]}]"
+)
+FOLDING_IN_LAYERS = (
+    "[{keep: [{recent: 8}, {top_k: {tokens: 20, by: key_norm, scope: layer}}], region: generated, "
+    "trigger: {every: 5}}, {layers: 0, keep: [{recent: 4}, {top_k: {tokens: 30, by: key_norm}}], "
+    "trigger: [prefill_end, {over: 50}]}]"
+)
 POLICIES = {
     "competing": COMPETING,
+    "folding": FOLDING,
+    "folding-in-layers": FOLDING_IN_LAYERS,
     "identity": IDENTITY,
     "uniform": UNIFORM,
     "narrow": NARROW,

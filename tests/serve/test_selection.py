@@ -25,10 +25,10 @@ from evaluation.traffic import (
 from evaluation.watch import prefills
 from kvir.lowering import footprint
 from kvir.lowering.stages import ExecutionPlan
-from kvir.sglang_ext.selecting import observed_tokens
+from kvir.sglang_ext.selecting_rules import observed_at_prompt_end
 from support.evidence import assert_healthy, kvir_state
 
-SERVERS = ("methods", "rivals", "accumulated", "rivals-retract")
+SERVERS = ("methods", "rivals", "accumulated", "folding", "folding-retract", "rivals-retract")
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ class TestMemory:
         """Its rows left the request, not the tree; what scores observe is computed again."""
         prompt = traffic.cut(500, 1203)
         first, again = traffic.one_by_one([prompt, prompt], 8)
-        observed = observed_tokens(plan)
+        observed = observed_at_prompt_end(plan)
         assert observed == 32
         assert first.cached_tokens == 0
         assert again.cached_tokens == page_floor(1203 - observed)

@@ -8,7 +8,6 @@ once.
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ LABELS = 1 << 22
 class LabelModel:
     pool: KvirPool
     allocator: KvirAllocator
-    random: random.Random
 
     def prepare_model(self) -> None:
         self.bounds = [
@@ -35,6 +33,7 @@ class LabelModel:
         self.phased = self.allocator.residency.geometry.phased
         self.memory = self.pool.kv[:, 0, :, 0].numpy()
         self.memory[:] = -1
+        self._random = np.random.default_rng(0)
 
     def _forward(
         self, batch: list[Request], spans: list[tuple[int, int]], out: torch.Tensor, *, decode: bool
@@ -63,14 +62,14 @@ class LabelModel:
                         self._read_compact(table, row, hashes, batch[i], views[i], end, unit)
                     else:
                         self._read(table, row, hashes, start, end, unit, decode=decode)
-                    if not decode and self.allocator.compacting[i] is not None:
-                        self._compact(table, row, hashes, start, self.allocator.compacting[i], unit)
+                    compact: Any = self.allocator.compacting[i]
+                    if compact is not None and compact.chosen.moves[unit]:
+                        self._compact(table, row, hashes, end if decode else start, end, compact, unit)
             if not decode:
                 self._write(table, labels, spans, out, units)
-        if not decode:
-            for compact in self.allocator.compacting:
-                if compact is not None:
-                    pool.residency.compacts.publish(compact)
+        for compact, (_, end) in zip(self.allocator.compacting, spans, strict=True):
+            if compact is not None:
+                pool.residency.compacts.publish(compact, end)
 
     def _write(
         self, table: Any, labels: list[Any], spans: list[tuple[int, int]], out: torch.Tensor, units: range
@@ -106,29 +105,42 @@ class LabelModel:
         recent = np.array(self.bounds[1][1])
         return compact, *compact.decode_view(self.allocator.residency.geometry, end, recent)
 
-    def _kept(self, compact: Any, unit: int) -> np.ndarray:
-        """Some rows of the prompt, as many as were placed: what scores would have chosen."""
-        rng = np.random.default_rng([unit, compact.tokens])
-        before = compact.tokens - int(compact.chosen.left[unit])
-        return np.sort(rng.permutation(before)[: compact.copied[unit]])
-
-    def _compact(self, table: Any, row: list[int], hashes: Any, start: int, compact: Any, unit: int) -> None:
-        """Copy survivors: rows of the prefix from the pool, rows of the chunk as they were computed."""
-        if not compact.chosen.moves[unit]:
-            return
-        rows = int(compact.chosen.most[unit])
-        layer = unit // self.pool.plan.layout.kv_heads
-        if not compact.chosen.exact[unit]:
-            rivals = compact.stock.get(layer, compact.stock.get(-1, []))
-            rows = self.random.randrange(min(rows, len(rivals) * P) + 1)
-        compact.place(unit, layer, rows, P)
-        kept = self._kept(compact, unit)
-        old = kept[kept < start]
-        if len(old):
-            source = table[np.array(row)[old // P], unit]
-            assert (self.memory[source, old % P] == (hashes[old] + unit) % LABELS).all()
+    def _compact(
+        self, table: Any, row: list[int], hashes: Any, written: int, end: int, compact: Any, unit: int
+    ) -> None:
+        """Copy survivors: rows below `written` from the pool, rows of a chunk as they were computed."""
+        held, pages, size = np.arange(end), np.array(row), compact.chosen.left[unit]
+        heads = table[pages[held[:written] // P], unit]
+        if compact.moved[unit]:
+            first = int(compact.tokens[unit] - compact.left[unit])
+            dense, old = np.arange(first, end), compact.positions[unit]
+            held = np.concatenate([old, dense])
+            place = np.arange(len(old))
+            assert (
+                self.memory[compact.table[place // P, unit], place % P] == self._row(hashes, old, unit)
+            ).all()
+            heads, written = table[pages[dense // P], unit], len(dense)
+            assert (self.memory[heads, dense % P] == self._row(hashes, dense, unit)).all()
+        else:
+            assert (self.memory[heads, held[:written] % P] == self._row(hashes, held[:written], unit)).all()
+        before = held[held < end - size]
+        kept = np.sort(self._random.permutation(before)[: self._count(compact, unit, len(before))])
+        compact.place(unit, unit // self.pool.plan.layout.kv_heads, kept, end)
         place = np.arange(len(kept))
-        self.memory[compact.table[place // P, unit], place % P] = (hashes[kept] + unit) % LABELS
+        self.memory[compact.table[place // P, unit], place % P] = self._row(hashes, kept, unit)
+
+    def _count(self, compact: Any, unit: int, held: int) -> int:
+        """How many rows a unit wins: what the plan says, or what its rivals left it, drawn at random."""
+        rows = min(held, int(compact.chosen.most[unit]))
+        if compact.chosen.exact[unit]:
+            return rows
+        stock = compact.stock.get(unit // self.pool.plan.layout.kv_heads, compact.stock.get(-1, []))
+        limit = (int(compact.owned[:, unit].sum()) + len(stock)) * P
+        return int(self._random.integers(min(rows, limit) + 1))
+
+    @staticmethod
+    def _row(hashes: Any, positions: np.ndarray, unit: int) -> np.ndarray:
+        return (hashes[positions] + unit) % LABELS
 
     def _read_compact(
         self, table: Any, row: list[int], hashes: Any, request: Request, view: Any, end: int, unit: int
@@ -138,8 +150,8 @@ class LabelModel:
         last = before + end
         seen = np.concatenate([np.arange(sinks[unit]), np.arange(last - recents[unit], last)])
         positions = seen - before
-        if compact.chosen.moves[unit]:
-            positions[: sinks[unit]] = self._kept(compact, unit)
+        if compact.moved[unit]:
+            positions[: sinks[unit]] = compact.positions[unit]
         else:
             positions[: sinks[unit]] = np.arange(sinks[unit])
         assert len(np.unique(positions)) == len(positions), f"unit {unit} reads a row twice"

@@ -59,6 +59,8 @@ SERVERS: Mapping[str, Setup] = {
     "methods": Setup("methods", 4096),
     "rivals": Setup("rivals", 4096, PLAIN),
     "accumulated": Setup("accumulated", 4096),
+    "folding": Setup("folding", 4096),
+    "folding-retract": Setup("folding", 4096, PLAIN, RETRACTIONS),
     "rivals-retract": Setup("rivals", 4096, PLAIN, RETRACTIONS),
     "uniform-retract": Setup("uniform", 4096, PLAIN, RETRACTIONS),
     "table-retract": Setup("table", 4096, PLAIN, RETRACTIONS, lowered=True),

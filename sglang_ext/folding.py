@@ -1,0 +1,227 @@
+"""When a request's rows are selected, and to how many: what the plan says of units that keep rows by score.
+
+Counts only, on the host, before the forward; which rows they are, the scores decide in it (`selecting.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvir.lowering.compact import NO_ROWS, compact_pages, runs_in_prefill, tail_stays
+from kvir.lowering.quota import Run, first_run, kept_rows, rows_that_stay
+from kvir.lowering.spans import Bounds
+from kvir.lowering.stages import CompactClass, LayoutPlan, Selection
+from kvir.policy_ir.rules import Every, Over, PrefillChunk, PrefillEnd
+from kvir.sglang_ext.geometry import IntArray
+
+if TYPE_CHECKING:
+    from kvir.sglang_ext.requests import RequestState
+
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """How many rows one selection leaves."""
+
+    moves: BoolArray  # [U] the unit selects now
+    exact: BoolArray  # [U] it gets `most` rows, whatever the scores are
+    most: IntArray  # [U] rows that go to compact head-pages, at most
+    left: IntArray  # [U] last rows that stay where they are, in the partial page
+    stock: IntArray  # [layers + 1] head-pages for units that are not exact; the last is for any layer
+
+
+class Selections:
+    """The selections of a plan: at the end of a prompt, and after tokens that were generated."""
+
+    def __init__(self, layout: LayoutPlan) -> None:
+        self._layout = layout
+        self._prefill = [(c, c.prefill.selection) for c in layout.compact if c.prefill.selection is not None]
+        # by rule: classes that select together
+        self._decode: dict[int, list[tuple[CompactClass, Selection, IntArray]]] = {}
+        for c in layout.compact:
+            if (selection := c.decode.selection) is not None:
+                entry = (c, selection, np.asarray(c.units, np.int64))
+                self._decode.setdefault(selection.rule, []).append(entry)
+
+    def runs(self, prompt_tokens: int) -> bool:
+        """Whether a prompt of that length is compacted."""
+        return any(runs_in_prefill(selection, prompt_tokens) for _, selection in self._prefill)
+
+    def at_prompt_end(self, prompt_tokens: int) -> Chosen | None:
+        """None if a prompt of that length stays as it is."""
+        if not self.runs(prompt_tokens):
+            return None
+        draft = _Draft(self._layout)
+        for c, selection in self._prefill:
+            # a unit whose budget is the whole prompt moves too: units of one class keep the same pages
+            tail = self._tail(selection, prompt_tokens)
+            run = first_run(selection, prompt_tokens, prompt_tokens)
+            rows = kept_rows(run)
+            units = np.asarray(c.units)
+            draft.add(units, np.full(len(units), rows.most), rows.exact, tail)
+            if not rows.exact:
+                draft.stock_up(self._stock(c, selection, run, tail))
+        return draft.chosen()
+
+    def while_decoding(self, state: RequestState, tokens: int) -> Chosen | None:
+        """What is selected when the request has `tokens` tokens, the one of this step included."""
+        draft: _Draft | None = None
+        for members in self._decode.values():
+            held = [_held(state, units, tokens) for _, _, units in members]
+            selection = members[0][1]
+            if not self._fires(selection, state, max(int(h.max()) for h in held), tokens):
+                continue
+            runs = [
+                self._runs(own, state, units, rows, tokens)
+                for (_, own, units), rows in zip(members, held, strict=True)
+            ]
+            moved = any(state.compact is not None and state.compact.moved[u].any() for _, _, u in members)
+            if not moved and all(kept_rows(run).least >= run.held.most for each in runs for run in each):
+                continue  # every row is sure to stay
+            draft = _Draft(self._layout) if draft is None else draft
+            for (_, own, units), each in zip(members, runs, strict=True):
+                self._add(draft, own, state, units, each, tokens)
+        return None if draft is None else draft.chosen()
+
+    # ---- parts ---------------------------------------------------------------------------------------------
+
+    def _runs(
+        self, selection: Selection, state: RequestState, units: IntArray, held: IntArray, tokens: int
+    ) -> list[Run]:
+        """The selection of decode as each unit sees it."""
+        compact, runs = state.compact, list[Run]()
+        for unit, count in zip(units.tolist(), held.tolist(), strict=True):
+            folded = compact is not None and bool(compact.moved[unit])
+            stays = _staying(selection, state, unit, tokens) if folded else None
+            runs.append(_run(selection, state, tokens, count, stays))
+        return runs
+
+    def _add(
+        self,
+        draft: _Draft,
+        selection: Selection,
+        state: RequestState,
+        units: IntArray,
+        runs: Sequence[Run],
+        tokens: int,
+    ) -> None:
+        bounds = [kept_rows(run) for run in runs]
+        tail, exact = self._tail(selection, tokens), all(b.exact for b in bounds)
+        most = np.array([b.most for b in bounds], np.int64)
+        draft.add(units, most, exact, tail)
+        if not exact:
+            had = 0 if state.compact is None else state.compact.pages[units]
+            pages = -(-np.maximum(most - tail, 0) // self._layout.page_tokens)
+            draft.stock_up(self._shares(runs, units, np.maximum(pages - had, 0)))
+
+    def _tail(self, selection: Selection, tokens: int) -> int:
+        size = self._layout.page_tokens
+        return tokens % size if tail_stays(selection, size) else 0
+
+    def _stock(self, c: CompactClass, selection: Selection, run: Run, tail: int) -> Iterator[tuple[int, int]]:
+        """(layer, head-pages) that rivals take at most; layer -1: rivals of all layers share them."""
+
+        def most(units: Sequence[int]) -> int:
+            return compact_pages(self._layout, units, run, Bounds(tail, tail)).most
+
+        if any(quota.scope == "model" for quota in selection.quotas):
+            yield -1, most(c.units)
+            return
+        layers = np.asarray(c.units) // self._layout.kv_heads
+        for layer in np.unique(layers).tolist():
+            yield layer, most(np.asarray(c.units)[layers == layer].tolist())
+
+    def _shares(self, runs: Sequence[Run], units: IntArray, extra: IntArray) -> Iterator[tuple[int, int]]:
+        """The same for units that have head-pages already: what they may need beside those, by layer."""
+        layers = units // self._layout.kv_heads
+        for layer in np.unique(layers).tolist():
+            here = np.nonzero(layers == layer)[0]
+            largest = max((runs[i] for i in here), key=lambda run: run.held.most)
+            together = compact_pages(self._layout, units[here].tolist(), largest, NO_ROWS).most
+            yield layer, min(int(extra[here].sum()), together)
+
+    def _fires(self, selection: Selection, state: RequestState, held: int, tokens: int) -> bool:
+        generated = tokens - state.prompt_tokens
+        for trigger in selection.triggers:
+            match trigger:
+                case Every(tokens=every):
+                    if generated % every == 0:
+                        return True
+                case Over(tokens=most):
+                    if held > most:
+                        return True
+                case PrefillChunk() | PrefillEnd():
+                    continue
+                case _:
+                    assert_never(trigger)
+        return False
+
+
+class _Draft:
+    """A `Chosen` while classes are added to it."""
+
+    def __init__(self, layout: LayoutPlan) -> None:
+        count = layout.unit_count
+        self._moves, self._exact = np.zeros(count, bool), np.ones(count, bool)
+        self._most, self._left = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        self._pages = np.zeros(count // layout.kv_heads + 1, np.int64)
+
+    def add(self, units: IntArray, most: IntArray, exact: bool, tail: int) -> None:
+        self._moves[units], self._exact[units] = True, exact
+        self._left[units], self._most[units] = tail, most - tail
+
+    def stock_up(self, pages: Iterator[tuple[int, int]]) -> None:
+        for layer, count in pages:
+            self._pages[layer] += count
+
+    def chosen(self) -> Chosen:
+        return Chosen(self._moves, self._exact, self._most, self._left, self._pages)
+
+
+def _held(state: RequestState, units: IntArray, tokens: int) -> IntArray:
+    """Rows that units hold at length `tokens`."""
+    if state.compact is None:
+        return np.full(len(units), tokens)
+    return np.where(state.compact.moved[units], state.compact.rows(tokens)[units], tokens)
+
+
+def _staying(selection: Selection, state: RequestState, unit: int, tokens: int) -> int:
+    """Rows of a unit that has selected before, and that stay now whatever their scores are."""
+    compact = state.compact
+    assert compact is not None
+    positions = compact.positions[unit]
+    start, stop = _candidates(selection, state.prompt_tokens, tokens)
+    inside = int(np.searchsorted(positions, stop) - np.searchsorted(positions, start))
+    dense = int(compact.tokens[unit] - compact.left[unit])
+    inside += max(0, min(stop, tokens) - max(start, dense))
+    return int(compact.rows(tokens)[unit]) - inside
+
+
+def _candidates(selection: Selection, prompt: int, tokens: int) -> tuple[int, int]:
+    """Positions [start, stop) that scores decide about (`select_offer.candidate_rows`)."""
+    start = min(tokens, selection.sink_tokens)
+    stop = tokens - min(tokens, selection.recent_tokens)
+    match selection.region:
+        case "all":
+            pass
+        case "prompt":
+            stop = min(stop, prompt)
+        case "generated":
+            start = max(start, prompt)
+        case _:
+            assert_never(selection.region)
+    return start, max(start, stop)
+
+
+def _run(selection: Selection, state: RequestState, tokens: int, held: int, stays: int | None) -> Run:
+    prompt = state.prompt_tokens
+    if stays is None:
+        stays = rows_that_stay(selection, tokens, prompt, tokens, tokens)
+    fixed, rows = Bounds(stays, stays), Bounds(held, held)
+    return Run(selection, tokens, prompt, held=rows, stays=fixed, again=state.compact is not None)

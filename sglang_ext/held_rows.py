@@ -1,0 +1,77 @@
+"""The rows that units hold, read from the pool as they are before a selection writes: always copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvir.sglang_ext.compact import Compact
+from kvir.sglang_ext.geometry import IntArray
+from kvir.sglang_ext.pool import KvirPool
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """Heads that hold the same rows, in the order of positions."""
+
+    k: torch.Tensor  # [n, heads, D]
+    v: torch.Tensor
+    positions: torch.Tensor | None = None  # int64 [n]; None: 0 .. n - 1
+
+    def of(self, head: int) -> HeldRows:
+        """One of the heads, still [n, 1, D]."""
+        return HeldRows(self.k[:, head : head + 1], self.v[:, head : head + 1], self.positions)
+
+
+class RowReader:
+    def __init__(self, pool: KvirPool, kv_heads: int) -> None:
+        self._pool, self._kv_heads = pool, kv_heads
+
+    def prompt(self, layer: int, pages: IntArray, start: int, k: torch.Tensor, v: torch.Tensor) -> HeldRows:
+        """All heads, all tokens so far: `start` tokens from the pool, then the chunk k, v [T, Hkv, D]."""
+        if not start:
+            return HeldRows(k, v)
+        before = self.layer(layer, pages, start)
+        return HeldRows(torch.cat([before.k, k]), torch.cat([before.v, v]))
+
+    def layer(self, layer: int, pages: IntArray, tokens: int) -> HeldRows:
+        """All heads, from the dense pages of the first `tokens` tokens."""
+        pool, unit = self._pool, layer * self._kv_heads
+        logical = torch.from_numpy(pages[: -(-tokens // pool.page_size)])
+        head_pages = pool.table[logical, unit : unit + self._kv_heads].long()
+        # [pages, Hkv, 2, P, D] -> [2, pages * P, Hkv, D]
+        rows = pool.kv[head_pages].permute(2, 0, 3, 1, 4).flatten(1, 2)[:, :tokens]
+        return HeldRows(rows[0], rows[1])
+
+    def dense(self, unit: tuple[int, int], pages: IntArray, tokens: int) -> HeldRows:
+        """One unit, from the dense pages of the first `tokens` tokens."""
+        return self._one(self._dense_pages(unit, pages, 0, tokens), 0, tokens, None)
+
+    def unit(self, unit: tuple[int, int], pages: IntArray, tokens: int, compact: Compact) -> HeldRows:
+        """One unit that has selected before: its compact rows, then its dense ones."""
+        number = unit[0] * self._kv_heads + unit[1]
+        if not compact.moved[number]:
+            return self.dense(unit, pages, tokens)
+        first = int(compact.tokens[number] - compact.left[number])
+        start = int(compact.start_page[number])
+        size = self._pool.page_size
+        dense = self._one(
+            self._dense_pages(unit, pages, start, tokens), first - start * size, tokens - start * size, None
+        )
+        copied = int(compact.copied[number])
+        own = torch.from_numpy(compact.table[: -(-copied // size), number].astype("int64"))
+        old = self._one(own, 0, copied, None)
+        positions = torch.cat([torch.from_numpy(compact.positions[number]), torch.arange(first, tokens)])
+        return HeldRows(torch.cat([old.k, dense.k]), torch.cat([old.v, dense.v]), positions)
+
+    def _dense_pages(self, unit: tuple[int, int], pages: IntArray, first: int, tokens: int) -> torch.Tensor:
+        logical = torch.from_numpy(pages[first : -(-tokens // self._pool.page_size)])
+        return self._pool.table[logical, unit[0] * self._kv_heads + unit[1]].long()
+
+    def _one(
+        self, head_pages: torch.Tensor, start: int, stop: int, positions: torch.Tensor | None
+    ) -> HeldRows:
+        """Rows [start, stop) of head-pages in order."""
+        rows = self._pool.kv[head_pages].transpose(0, 1).flatten(1, 2)[:, start:stop]
+        return HeldRows(rows[0][:, None], rows[1][:, None], positions)
