@@ -1,9 +1,10 @@
-"""`kvir calibrate seqcalib` and `kvir plot`: from options to files."""
+"""`kvir calibrate` and `kvir plot`: from options to files; `polykv` has its own folder."""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import sys
 from pathlib import Path
 
@@ -13,6 +14,16 @@ from kvir.calibration.result import read, write
 
 
 def calibrate(args: argparse.Namespace) -> None:
+    """Run the method that was named.  Raises what the methods raise."""
+    if args.method == "polykv":
+        from kvir.calibration.polykv.command import calibrate_polykv
+
+        calibrate_polykv(args)
+    else:
+        calibrate_seqcalib(args)
+
+
+def calibrate_seqcalib(args: argparse.Namespace) -> None:
     """Run a calibration; write plan, grid and picture.
 
     Raises:
@@ -86,12 +97,24 @@ def calibrate(args: argparse.Namespace) -> None:
 def plot(args: argparse.Namespace) -> None:
     """Draw a grid again.  Raises CalibrationError for a file that is none, OSError."""
     from kvir.calibration.plot import draw
+    from kvir.calibration.polykv import plot as polykv_plot
+    from kvir.calibration.polykv import result as polykv_result
 
+    data = Path(args.grid).read_bytes()
+    output = Path(args.output) if args.output else Path(args.grid).with_suffix(".png")
     try:
-        found = read(Path(args.grid).read_bytes())
+        if _kind(data) == "polykv":
+            polykv_plot.draw(polykv_result.read(data), output)
+        else:
+            draw(read(data), output)
     except ValueError as error:
         raise CalibrationError(f"{args.grid}: not a grid that `kvir calibrate` wrote: {error}") from None
-    draw(found, Path(args.output) if args.output else Path(args.grid).with_suffix(".png"))
+
+
+def _kind(data: bytes) -> object:
+    """Which calibration wrote a grid.  Raises ValueError for what is no JSON."""
+    found = json.loads(data)
+    return found.get("kind") if isinstance(found, dict) else None
 
 
 def headline(found: object, command: str) -> list[str]:

@@ -3,6 +3,7 @@ comes through transformers' attention interface and the facts that lowering read
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import threading
@@ -74,20 +75,43 @@ class Harness:
     def loss(self, hidden: Tensor, ids: Sequence[int], start: int) -> float:
         """Mean next-token loss in nats over the predictions of `ids[start + 1:]`.
 
-        The model's own forward turns hidden states into logits, a chunk at a time, so that caps and scales on
-        logits apply and the logits of a whole sequence are never held.
+        A chunk of logits at a time: those of a whole sequence are never held.
         """
-        from transformers.modeling_outputs import BaseModelOutputWithPast
-
-        base, total = self.model.base_model, 0.0
-        output: Any = hidden[None]
+        total = 0.0
         target = torch.tensor(list(ids), device=self.device)
-        with _replaced_forward(base, BaseModelOutputWithPast(last_hidden_state=output)):
-            for begin in range(start, len(ids) - 1, LOSS_CHUNK):
-                rows = torch.arange(begin, min(begin + LOSS_CHUNK, len(ids) - 1), device=self.device)
-                logits = self.model(input_ids=target[None], logits_to_keep=rows, use_cache=False).logits[0]
-                total += float(cross_entropy(logits.float(), target[rows + 1], reduction="sum"))
+        for begin in range(start, len(ids) - 1, LOSS_CHUNK):
+            end = min(begin + LOSS_CHUNK, len(ids) - 1)
+            logits = self.logits(hidden, range(begin, end))
+            total += float(cross_entropy(logits, target[begin + 1 : end + 1], reduction="sum"))
         return total / (len(ids) - 1 - start)
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor, rows: range) -> Tensor:
+        """float32 [rows, vocabulary]: the model's own forward turns hidden states [T, hidden] into logits, so
+        that caps and scales on them apply."""
+        from transformers.modeling_outputs import MoeModelOutputWithPast
+
+        output: Any = hidden[None]
+        ids = torch.zeros(output.shape[:2], dtype=torch.int64, device=self.device)
+        with _replaced_forward(self.model.base_model, MoeModelOutputWithPast(last_hidden_state=output)):
+            kept = torch.tensor(list(rows), device=self.device)
+            return self.model(input_ids=ids, logits_to_keep=kept, use_cache=False).logits[0].float()
+
+    @torch.no_grad()
+    def read(self, ids: Sequence[int], attention: Attention) -> object:
+        """Run a prompt and return the model's cache of it, for `hidden_after`."""
+        with self._calls_go_to(attention):
+            given = torch.tensor([list(ids)], device=self.device)
+            return self.model.base_model(input_ids=given, use_cache=True).past_key_values
+
+    @torch.no_grad()
+    def hidden_after(self, cache: object, ids: Sequence[int], attention: Attention) -> Tensor:
+        """The last hidden state [T, hidden] of what follows a prompt; its cache stays as it is."""
+        with self._calls_go_to(attention):
+            given = torch.tensor([list(ids)], device=self.device)
+            past = copy.deepcopy(cache)
+            output = self.model.base_model(input_ids=given, past_key_values=past, use_cache=True)
+            return output.last_hidden_state[0]
 
     def prefix_ids(self) -> list[int]:
         """What the tokenizer puts before a text, such as `<bos>`."""

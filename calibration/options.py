@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,12 @@ def count(text: str) -> int:
 
 
 def add_calibrate(commands: Any) -> None:
-    """`kvir calibrate seqcalib`."""
+    """`kvir calibrate`: `seqcalib` here, `polykv` in its own folder."""
+    from kvir.calibration.polykv.options import add_polykv
+
     top = commands.add_parser("calibrate", help="choose what each KV head keeps, from a model and text")
     methods = top.add_subparsers(required=True, metavar="METHOD", dest="method")
+    add_polykv(methods)
     p: argparse.ArgumentParser = methods.add_parser(
         "seqcalib",
         help="a window per KV head (HeadWiseKV, arXiv:2609.02029)",
@@ -95,18 +99,33 @@ def add_calibrate(commands: Any) -> None:
         help="decode: a prompt is read with full histories, and rows are dropped after it",
     )
 
+    add_validation(p, samples=2)
+    add_output(p)
+    add_execution(p)
+
+
+def add_validation(p: argparse.ArgumentParser, *, samples: int) -> None:
+    """Options of the held-out text."""
     check = p.add_argument_group("validation")
     check.add_argument(
         "--held-out", metavar="FILE", help="other text for the loss; default: what follows in FILE"
     )
-    check.add_argument("--held-out-samples", type=count, metavar="K", default=2, help="0: no validation")
+    check.add_argument(
+        "--held-out-samples", type=count, metavar="K", default=samples, help="0: no validation"
+    )
 
+
+def add_output(p: argparse.ArgumentParser) -> None:
+    """Options of the files that are written."""
     out = p.add_argument_group("output")
     out.add_argument("-o", "--output", metavar="PLAN.ir", required=True)
     out.add_argument("--name", help="of the policy; default: from the file's name")
     out.add_argument("--grid", metavar="JSON", help="the whole grid; default: PLAN.json beside the plan")
     out.add_argument("--picture", metavar="PNG", help="default: PLAN.png beside the plan")
 
+
+def add_execution(p: argparse.ArgumentParser) -> None:
+    """Options of how the model runs."""
     run = p.add_argument_group("execution")
     run.add_argument("--device", default="cpu", help="of PyTorch, e.g. cuda")
     run.add_argument(
@@ -144,12 +163,16 @@ _DEFAULTS: dict[str, object] = {
 }
 
 
-def command_text(args: argparse.Namespace) -> str:
+def command_text(
+    args: argparse.Namespace,
+    reported: Sequence[str] = _REPORTED,
+    defaults: Mapping[str, object] = _DEFAULTS,
+) -> str:
     """The command that does the same again; what is at its default is left out."""
-    words = ["kvir", "calibrate", "seqcalib"]
-    for name in _REPORTED:
+    words = ["kvir", "calibrate", args.method]
+    for name in reported:
         value = getattr(args, name)
-        if value is None or _DEFAULTS.get(name) == value:
+        if value is None or defaults.get(name) == value:
             continue
         flag = "-o" if name == "output" else "--" + name.replace("_", "-")
         text = (

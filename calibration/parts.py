@@ -23,6 +23,7 @@ class Parts:
     decoder_layer: Any  # its first argument is the residual stream
     output: Any  # the output projection, a linear map
     after: Any | None  # a norm between the projection and the residual stream
+    gated: bool = False  # something elementwise lies between attention outputs and the projection
 
 
 def find_parts(harness: Harness) -> dict[int, Parts]:
@@ -34,12 +35,14 @@ def find_parts(harness: Harness) -> dict[int, Parts]:
     wanted = {layer.layer_id for layer in harness.configurable}
     output: dict[int, Any] = {}
     after: dict[int, Any] = {}
-    called: list[int] = []  # the layer whose attention has been computed and not yet projected
+    gated: dict[int, bool] = {}
+    called: list[tuple[int, torch.Tensor]] = []  # layer and outputs of attention that is not yet projected
     results: dict[int, tuple[int, Any]] = {}  # id of an attention module's output -> (layer_id, the output)
 
     def attention(call: AttentionCall) -> torch.Tensor:
-        called.append(call.layer_id)
-        return keep_everything(call)
+        found = keep_everything(call)
+        called.append((call.layer_id, found))
+        return found
 
     def before(module: Any, args: Any) -> None:
         given = args[0] if args else None
@@ -50,7 +53,9 @@ def find_parts(harness: Harness) -> dict[int, Parts]:
 
     def done(module: Any, args: Any, result: Any) -> None:
         if called and getattr(module, "weight", None) is not None and module.weight.ndim == 2:
-            output[called.pop()] = module
+            layer_id, found = called.pop()
+            output[layer_id] = module
+            gated[layer_id] = not torch.equal(args[0].flatten(), found.flatten())
         if module in harness.modules.values():
             tensor = result[0] if isinstance(result, tuple) else result
             results[id(tensor)] = (module.layer_idx, tensor)
@@ -70,6 +75,7 @@ def find_parts(harness: Harness) -> dict[int, Parts]:
             harness.model.get_submodule(names[harness.modules[layer_id]].rpartition(".")[0]),
             output[layer_id],
             after.get(layer_id),
+            gated[layer_id],
         )
         for layer_id in sorted(wanted)
     }

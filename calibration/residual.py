@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvir.calibration.attend import attend
 from kvir.calibration.candidates import FULL, Codebook
+from kvir.calibration.contribution import Contribution
 from kvir.calibration.harness import Harness
 from kvir.calibration.interface import AttentionCall
 from kvir.calibration.memo import Memo
@@ -95,22 +96,17 @@ class _Curves:
         (layer_id, changes, full), self._pending = self._pending, None
         residual, self._residual = self._residual, None
         assert residual is not None
-        kv_heads, group, _, size = full.shape
         flat = full.permute(2, 0, 1, 3)  # [Q, Hkv, G, Dv]
         given = args[0][0, self._positions].float().view(flat.shape)
         # what lies between attention and projection is elementwise: an output gate, or nothing
         gate = torch.where(flat.abs() > 1e-6, given / flat, 1.0)
-        weight = module.weight.float().view(-1, kv_heads, group, size)
-        after = self._parts[layer_id].after
-        contribution = result[0, self._positions]
+        contribution = Contribution(self._parts[layer_id], full, gate)
         norm = residual.norm(dim=-1).clamp_min(1e-12)
-        rows: list[Tensor] = []
-        for change in changes:  # one candidate at a time bounds the memory
-            gated = change.permute(2, 0, 1, 3) * gate
-            moved = torch.einsum("qhgd,ehgd->hqe", gated, weight)  # [Hkv, Q, hidden]
-            if after is not None:
-                moved = (after(contribution + moved.to(contribution.dtype)) - after(contribution)).float()
-            rows.append((moved.norm(dim=-1) / norm).mean(-1, dtype=torch.float64))
+        # one candidate at a time bounds the memory
+        rows = [
+            (contribution.moved(change).norm(dim=-1) / norm).mean(-1, dtype=torch.float64)
+            for change in changes
+        ]
         self._found[layer_id] = torch.stack(rows).tolist()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvir.calibration.harness import CalibrationError, Harness
@@ -69,7 +69,7 @@ def retrieval_samples(
     harness: Harness, ids: Sequence[int], context_tokens: int, count: int, *, seed: int = 0
 ) -> list[Sample]:
     """Texts with numbers hidden at spread depths; the end asks for each and answers.  The query positions are
-    those that predict the digits of the answers.
+    those that predict the digits of the answers; the prompt ends where the questions begin.
 
     Raises:
         CalibrationError: the text is too short, or so is the context.
@@ -103,8 +103,22 @@ def retrieval_samples(
             text[depth:depth] = fact
         whole = [*prefix, *text, *tail]
         shift = len(whole) - len(tail)
-        made.append(Sample(tuple(whole), tuple(p + shift for p in sorted(positions)), "retrieval"))
+        made.append(Sample(tuple(whole), tuple(p + shift for p in sorted(positions)), "retrieval", shift))
     return made
+
+
+def asked_in_prompt(sample: Sample) -> Sample:
+    """A retrieval sample whose prompt ends with the last question, just before its answer.
+
+    The first digit is predicted by the prompt's last token, so the positions are those of the others.
+    """
+    first = len(sample.positions) - 1
+    while first and sample.positions[first - 1] == sample.positions[first] - 1:
+        first -= 1
+    positions = sample.positions[first + 1 :] or sample.positions[first:]
+    return replace(
+        sample, ids=sample.ids[: positions[-1] + 1], positions=positions, prompt_tokens=positions[0]
+    )
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:

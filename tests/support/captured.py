@@ -13,11 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvir.kernels.ref.score_expected import QueryMoments
-from kvir.kernels.ref.score_needs import needs, running, skips, window
-from kvir.kernels.ref.score_running import ChunkSums, ColumnSums, log_sum_exp
-from kvir.kernels.score_ops import Rope, RunningScore, ScoreInputs
-from kvir.policy_ir.scores import Noncausal, Persistent, Score
+from kvir.kernels.ref.prompt_inputs import prompt_inputs
+from kvir.kernels.score_ops import Rope, ScoreInputs
+from kvir.policy_ir.scores import Score
 
 CHUNK = 200  # queries that statistics get at a time; no divisor of anything
 
@@ -36,43 +34,17 @@ class LayerCapture:
 
     def inputs(self, scores: Sequence[Score]) -> ScoreInputs:
         """What the scores need, and nothing else."""
-        wanted = {need for score in scores for need in needs(score)}
-        width = max((window(score) for score in scores), default=0)
-        sums = {spec: self.running(spec) for score in scores for spec in running(score)}
-        projected = bool(wanted & {"projected_l1", "projected_l2"})
-        return ScoreInputs(
-            k=self.k,
-            v=self.v,
-            candidates=(0, self.k.shape[0]),
+        return prompt_inputs(
+            scores,
+            self.q,
+            self.k,
+            self.v,
             scale=self.scale,
             layer=self.index,
-            q_obs=self.q[-width:] if "q_obs" in wanted else None,
-            running={spec: stat.sums() for spec, stat in sums.items()},
-            moments={skip: self._moments(skip) for score in scores for skip in skips(score)},
-            w_o=self.w_o if projected else None,
-            rope=self.rope if "rope" in wanted else None,
+            w_o=self.w_o,
+            rope=self.rope,
+            chunk=CHUNK,
         )
-
-    def running(self, spec: RunningScore) -> ColumnSums | ChunkSums:
-        """The running sums of a score, fed chunk by chunk."""
-        n, heads = self.q.shape[:2]
-        if isinstance(spec, Noncausal):
-            sums: ColumnSums | ChunkSums = ChunkSums(spec, heads, self.scale)
-        else:
-            last = spec.history if isinstance(spec, Persistent) and spec.history is not None else n
-            sums = ColumnSums(spec, heads, self.scale, first_query=max(0, n - last))
-        for start in range(0, n, CHUNK):
-            stop = min(start + CHUNK, n)
-            q, k, positions = self.q[start:stop], self.k[:stop], torch.arange(start, stop)
-            sums.update(q, log_sum_exp(q, k, positions, self.scale), k, positions)
-        return sums
-
-    def _moments(self, skip: int) -> Any:
-        moments = QueryMoments(self.q.shape[1], self.q.shape[2], self.rope, skip=skip)
-        for start in range(0, self.q.shape[0], CHUNK):
-            stop = min(start + CHUNK, self.q.shape[0])
-            moments.update(self.q[start:stop], torch.arange(start, stop))
-        return moments.moments()
 
 
 @torch.no_grad()
