@@ -28,7 +28,7 @@ def calibrate_polykv(args: argparse.Namespace) -> None:
     from kvir.calibration.polykv.report import print_summary
     from kvir.calibration.polykv.run import Request, calibrate
     from kvir.calibration.report import Bar
-    from kvir.lowering.pipeline import lower
+    from kvir.lowering.pipeline import lower_to
     from kvir.lowering.plan_file import write_atomically
     from kvir.policy_ir import parse
 
@@ -79,7 +79,7 @@ def calibrate_polykv(args: argparse.Namespace) -> None:
             bar,
         )
     words = policy_text(plan, headline(found, polykv_command(args)))
-    lower(parse(words), harness.facts, dtype=harness.facts.dtype)  # what is written is a plan
+    lower_to("layout", parse(words), harness.facts, dtype=harness.facts.dtype)  # what is written is a plan
     grid = Path(args.grid) if args.grid else output.with_suffix(".json")
     picture = Path(args.picture) if args.picture else output.with_suffix(".png")
     write(grid, found)

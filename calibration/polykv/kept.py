@@ -32,7 +32,7 @@ class Model:
     def inputs(self, call: AttentionCall, prompt_tokens: int, scores: Iterable[Score]) -> ScoreInputs:
         """Of the prompt of a call that holds all its queries."""
         query = call.query[:, :prompt_tokens].transpose(0, 1)
-        weight = self.parts[call.layer_id].output.weight
+        weight = self.parts[call.layer_id].output.weight.detach()
         return prompt_inputs(
             scores,
             query,
