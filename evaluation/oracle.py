@@ -146,11 +146,15 @@ class Oracle:
     def _mask(self, layer: int, head: int, start: int, stop: int) -> Tensor:
         """bool [stop - start, stop] for the queries [start, stop) of one KV head."""
         queries, keys = torch.arange(start, stop), torch.arange(stop)
-        prefill = visible(_retention(self.masks.prefill, layer, head), queries, keys)
+        prefill = self._prefill_sees(layer, head, queries, keys)
         if stop <= self._prompt_tokens:
             return prefill
         decode = self._decode_sees(layer, head, queries, keys)
         return torch.where((queries < self._prompt_tokens)[:, None], prefill, decode)
+
+    def _prefill_sees(self, layer: int, head: int, queries: Tensor, keys: Tensor) -> Tensor:
+        """bool [queries, keys] of positions, by what a KV head keeps while a prompt is read."""
+        return visible(_retention(self.masks.prefill, layer, head), queries, keys)
 
     def _decode_sees(self, layer: int, head: int, queries: Tensor, keys: Tensor) -> Tensor:
         """bool [queries, keys] of positions, by what a KV head keeps while decoding."""

@@ -20,20 +20,15 @@ import torch
 from torch import Tensor
 
 from evaluation.oracle import Forced, Masks, Oracle
+from evaluation.selection_inputs import inputs_of, of_head
 from evaluation.server import Served
-from kvir.kernels.ref.score_expected import QueryMoments
-from kvir.kernels.ref.score_needs import needs, running, skips, term_scores, window
-from kvir.kernels.ref.score_running import ChunkSums, ColumnSums, log_sum_exp
 from kvir.kernels.ref.select_offer import Governed, LayerState, Offer, offer
 from kvir.kernels.ref.select_rule import choose
-from kvir.kernels.score_ops import Rope, Running, RunningScore, ScoreInputs, Sums
+from kvir.kernels.score_ops import Rope
 from kvir.lowering.compact import runs_in_prefill
 from kvir.lowering.stages import ExecutionPlan, Retention
 from kvir.policy_ir.nodes import Rule
-from kvir.policy_ir.rules import Every, Over
-from kvir.policy_ir.scores import Noncausal, Persistent
-
-Kept = Mapping[tuple[int, int], Tensor]  # (layer_id, KV head) -> bool [prompt]
+from kvir.policy_ir.rules import Every, Over, PrefillChunk, PrefillEnd
 
 
 class SelectionOracle(Oracle):
@@ -43,12 +38,15 @@ class SelectionOracle(Oracle):
         super().__init__(model, Masks.of(plan.budgeted))
         self._plan = plan
         self._index = {layer.layer_id: i for i, layer in enumerate(plan.model.layers)}
-        self._governed = _governed(plan.budgeted.prefill)
+        governed = _governed(plan.budgeted.prefill)
+        self._blocks = {number: heads for number, heads in governed.items() if self._block(number)}
+        self._governed = {number: heads for number, heads in governed.items() if not self._block(number)}
+        self._in_blocks: dict[int, Tensor] = {}  # KV head -> bool [prompt, prompt], of the layer at hand
         self._later = _governed(plan.budgeted.decode)
         self._visible: dict[int, Tensor] = {}  # KV head -> bool [decode queries, keys], of the layer at hand
         self._offers: dict[int, list[Offer]] | None = None  # while the first pass runs
         self._rope: Rope | None = None
-        self.kept: Kept = {}
+        self.kept: dict[tuple[int, int], Tensor] = {}  # (layer_id, KV head) -> bool [prompt]
 
     @torch.no_grad()
     def force(
@@ -58,11 +56,10 @@ class SelectionOracle(Oracle):
         return super().force(prompt_ids, output_ids, prefill_tokens=prefill_tokens)
 
     @torch.no_grad()
-    def select(self, prompt_ids: Sequence[int]) -> Kept:
+    def select(self, prompt_ids: Sequence[int]) -> dict[tuple[int, int], Tensor]:
         """Which rows of a prompt stay; empty if it is not compacted."""
         n = len(prompt_ids)
-        selections = [r.selection for layer in self._plan.budgeted.prefill for r in layer]
-        if not any(s is not None and runs_in_prefill(s, n) for s in selections):
+        if not self._compacts(n):
             return {}
         self.kept, self._offers, self._prompt_tokens = {}, {}, n
         try:
@@ -76,6 +73,8 @@ class SelectionOracle(Oracle):
         ids = [layer.layer_id for layer in self._plan.model.layers]
         for number, governed in self._governed.items():
             rule = self._plan.policy.rules[number]
+            if not _ends(rule, n):
+                continue
             for (layer, head), rows in choose(rule, offers[number], governed, n).items():
                 mask = torch.zeros(n, dtype=torch.bool)
                 mask[rows] = True
@@ -88,12 +87,82 @@ class SelectionOracle(Oracle):
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        self._visible = {}
+        self._visible, self._in_blocks = {}, {}
+        if self._blocks and self._compacts(self._prompt_tokens):
+            self._in_blocks = self._read_in_blocks(module, q, k, v, kwargs)
         if self._offers is not None:
             self._offer(module, q, k, v, kwargs)
         elif self._later:
             self._visible = self._simulate(module, q, k, v, kwargs)
         return super()._attend(module, query, key, value, *args, **kwargs)
+
+    def _block(self, number: int) -> int | None:
+        """Tokens of a prompt between two selections of a rule; None: it selects once, at the end."""
+        rule = self._plan.policy.rules[number]
+        return next((t.tokens for t in rule.trigger if isinstance(t, PrefillChunk)), None)
+
+    def _compacts(self, prompt: int) -> bool:
+        selections = [r.selection for layer in self._plan.budgeted.prefill for r in layer]
+        return any(s is not None and runs_in_prefill(s, prompt) for s in selections)
+
+    def _read_in_blocks(
+        self, module: Any, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]
+    ) -> dict[int, Tensor]:
+        """What each head that selects after blocks of a prompt shows to every query of the prompt; what is
+        left at its end goes to `kept`.
+        """
+        layer, prompt = self._index[module.layer_idx], self._prompt_tokens
+        seen: dict[int, Tensor] = {}
+        for number, governed in self._blocks.items():
+            rule, block = self._plan.policy.rules[number], self._block(number)
+            mine = governed.get(layer, ())
+            assert block is not None
+            held = {head: torch.zeros(prompt, dtype=torch.bool) for head in mine}
+            seen |= {head: torch.zeros(prompt, prompt, dtype=torch.bool) for head in mine}
+            for start in range(0, prompt, block) if mine else ():
+                stop = min(prompt, start + block)
+                own = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
+                for head in mine:
+                    seen[head][start:stop] = held[head]
+                    seen[head][start:stop, start:stop] = own
+                    held[head][start:stop] = True
+                self._fold(rule, governed, module, q[:stop], k, v, options, held)
+            for head in mine:
+                self.kept[module.layer_idx, head] = held[head]
+        return seen
+
+    def _fold(
+        self,
+        rule: Rule,
+        governed: Governed,
+        module: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: Mapping[str, Any],
+        held: dict[int, Tensor],
+    ) -> None:
+        """One selection of a rule in one layer, after the queries q: held rows are updated."""
+        layer, states = self._index[module.layer_idx], list[LayerState]()
+        for head in governed[layer]:
+            rows = held[head].nonzero()[:, 0]
+            inputs = inputs_of(rule, module, layer, q, k[rows], v[rows], options, self._rope)
+            states.append(LayerState(of_head(inputs, head, k.shape[1], rows, q.shape[0]), (head,)))
+        offered = offer(rule, states, governed, self._prompt_tokens, q.shape[0])
+        for (_, head), kept in choose(rule, [offered], governed, self._prompt_tokens).items():
+            rows = held[head].nonzero()[:, 0][kept]
+            held[head] = torch.zeros_like(held[head])
+            held[head][rows] = True
+
+    def _prefill_sees(self, layer: int, head: int, queries: Tensor, keys: Tensor) -> Tensor:
+        seen = self._in_blocks.get(head)
+        if seen is None:
+            return super()._prefill_sees(layer, head, queries, keys)
+        out = torch.zeros(len(queries), len(keys), dtype=torch.bool)
+        of_prompt = queries < self._prompt_tokens
+        width = min(len(keys), self._prompt_tokens)
+        out[of_prompt, :width] = seen[queries[of_prompt]][:, :width]
+        return out
 
     def _decode_sees(self, layer: int, head: int, queries: Tensor, keys: Tensor) -> Tensor:
         seen = self._visible.get(head)
@@ -129,16 +198,7 @@ class SelectionOracle(Oracle):
                 most = max((int(held[head].sum()) for head in mine), default=0)
                 if not mine or not _fires(rule, query + 1 - prompt, most):
                     continue
-                states: list[LayerState] = []
-                for head in mine:
-                    rows = held[head].nonzero()[:, 0]
-                    inputs = self._inputs(rule, module, layer, q[: query + 1], k[rows], v[rows], options)
-                    states.append(LayerState(_of_head(inputs, head, k.shape[1], rows), (head,)))
-                offered = offer(rule, states, governed, prompt, query + 1)
-                for (_, head), kept in choose(rule, [offered], governed, prompt).items():
-                    rows = held[head].nonzero()[:, 0][kept]
-                    held[head] = torch.zeros(total, dtype=torch.bool)
-                    held[head][rows] = True
+                self._fold(rule, governed, module, q[: query + 1], k, v, options, held)
         return visible
 
     def _offer(self, module: Any, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> None:
@@ -149,39 +209,16 @@ class SelectionOracle(Oracle):
             if layer not in governed:
                 continue
             rule = self._plan.policy.rules[number]
-            state = LayerState(self._inputs(rule, module, layer, q, k, v, options), governed[layer])
-            n = q.shape[0]
-            self._offers.setdefault(number, []).append(offer(rule, [state], governed, n, n))
-
-    def _inputs(
-        self, rule: Rule, module: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]
-    ) -> ScoreInputs:
-        """Of all heads: every query so far, and the rows that are held."""
-        scale, cap = options.get("scaling") or q.shape[-1] ** -0.5, options.get("softcap") or 0.0
-        scores = [score for term in rule.keep for score in term_scores(term)]
-        asked = {need for score in scores for need in needs(score)}
-        observed = max(map(window, scores), default=0)
-        moments: dict[int, QueryMoments] = {}
-        for skip in {skip for score in scores for skip in skips(score)}:
-            assert self._rope is not None
-            moments[skip] = QueryMoments(q.shape[1], q.shape[2], self._rope, skip=skip)
-            moments[skip].update(q, torch.arange(q.shape[0]))
-        w_o = None
-        if asked & {"projected_l1", "projected_l2"}:
-            w_o = module.o_proj.weight.T.float().reshape(q.shape[1], q.shape[2], -1)
-        return ScoreInputs(
-            k=k,
-            v=v,
-            candidates=(0, 0),
-            scale=scale,
-            logit_cap=cap,
-            layer=layer,
-            q_obs=q[max(0, q.shape[0] - observed) :],
-            running={spec: _sums(spec, q, k, scale, cap) for score in scores for spec in running(score)},
-            moments={skip: m.moments() for skip, m in moments.items()},
-            w_o=w_o,
-            rope=self._rope,
-        )
+            inputs, n, heads = (
+                inputs_of(rule, module, layer, q, k, v, options, self._rope),
+                q.shape[0],
+                governed[layer],
+            )
+            states = [LayerState(inputs, heads)]
+            if len(heads) < k.shape[1]:
+                every = torch.arange(n)
+                states = [LayerState(of_head(inputs, h, k.shape[1], every, n), (h,)) for h in heads]
+            self._offers.setdefault(number, []).append(offer(rule, states, governed, n, n))
 
     def _rotation(self) -> Rope | None:
         """The tables of the model's rotation up to its context; None if it has none of its own."""
@@ -223,22 +260,10 @@ def replays(served: Sequence[Served], prefills: Mapping[str, Sequence[int]]) -> 
     return found
 
 
-def _of_head(inputs: ScoreInputs, head: int, kv_heads: int, rows: Tensor) -> ScoreInputs:
-    """Inputs of one head alone, which holds the rows at these positions."""
-    assert inputs.q_obs is not None
-    group, count = inputs.q_obs.shape[1] // kv_heads, inputs.q_obs.shape[0]
-    mine = slice(head * group, (head + 1) * group)
-    last = int(rows[-1])
-    return replace(
-        inputs,
-        k=inputs.k[:, head : head + 1],
-        v=inputs.v[:, head : head + 1],
-        first_head=head,
-        positions=rows,
-        q_obs=inputs.q_obs[:, mine],
-        q_positions=torch.arange(last + 1 - count, last + 1),
-        w_o=None if inputs.w_o is None else inputs.w_o[mine],
-    )
+def _ends(rule: Rule, prompt: int) -> bool:
+    """Whether a prompt is long enough for the rule to select at its end; `prefill_end` is the default."""
+    triggers = rule.trigger or (PrefillEnd(),)
+    return any(isinstance(t, PrefillEnd) and prompt > t.over for t in triggers)
 
 
 def _fires(rule: Rule, generated: int, held: int) -> bool:
@@ -258,16 +283,3 @@ def _governed(table: Sequence[Sequence[Retention]]) -> dict[int, Governed]:
                 heads = found.setdefault(retention.selection.rule, {})
                 heads[layer] = (*heads.get(layer, ()), head)
     return dict(sorted(found.items()))
-
-
-def _sums(spec: RunningScore, q: Tensor, k: Tensor, scale: float, cap: float) -> Sums:
-    positions = torch.arange(q.shape[0])
-    sums: Running
-    if isinstance(spec, Noncausal):
-        sums = ChunkSums(spec, q.shape[1], scale, logit_cap=cap)
-    else:
-        history = spec.history if isinstance(spec, Persistent) else None
-        first = 0 if history is None else max(0, q.shape[0] - history)
-        sums = ColumnSums(spec, q.shape[1], scale, logit_cap=cap, first_query=first)
-    sums.update(q, log_sum_exp(q, k, positions, scale, logit_cap=cap), k, positions)
-    return sums.sums()

@@ -127,13 +127,14 @@ _HALF = ("bfloat16", "float16")
 
 _CPU = Implementation("cpu", ("cpu",), _ALL_DTYPES)
 _CPU_DECODE = Implementation("cpu", ("cpu",), _ALL_DTYPES, features=("logit_cap", COMPACT_ROWS))
-_CPU_EXTEND = Implementation("cpu", ("cpu",), _ALL_DTYPES, features=("logit_cap",), planned=(COMPACT_ROWS,))
+# of compact rows it reads none: the backend attends to them by the reference, beside it
+_CPU_EXTEND = Implementation("cpu", ("cpu",), _ALL_DTYPES, features=("logit_cap", COMPACT_ROWS))
 _REF = Implementation("ref", ("cpu",), _ALL_DTYPES)
 _REF_DECODE = Implementation(
     "ref", ("cpu",), _ALL_DTYPES, features=("logit_cap", COMPACT_ROWS), planned=(CACHE_POSITIONS,)
 )
 _REF_EXTEND = Implementation(
-    "ref", ("cpu",), _ALL_DTYPES, features=("logit_cap",), planned=(COMPACT_ROWS, CACHE_POSITIONS)
+    "ref", ("cpu",), _ALL_DTYPES, features=("logit_cap", COMPACT_ROWS), planned=(CACHE_POSITIONS,)
 )
 # plain torch runs anywhere, but nobody has tried it on a GPU
 _REF_SELECT = Implementation("ref", ("cpu",), _ALL_DTYPES, features=(EVERYTHING,))

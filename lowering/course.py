@@ -145,10 +145,12 @@ class Course:
         run = self._prompt_run
         if run is None:
             return dense
-        chunks = [t.tokens or chunk_tokens for t in run.selection.triggers if isinstance(t, PrefillChunk)]
-        if not chunks:
+        blocks = [t.tokens for t in run.selection.triggers if isinstance(t, PrefillChunk)]
+        if not blocks:
             return dense + self._prompt_pages.most
-        chunk = min(*chunks, self.prompt)
+        # a chunk of the server lies in dense pages, and before it what no whole block has ended yet
+        waiting = min((tokens - 1 for tokens in blocks if tokens is not None), default=0)
+        chunk = min(chunk_tokens + waiting, self.prompt)
         pages = most_pages(chunk, self._size) if chunk % self._size else chunk // self._size
         return min(dense, self._count * pages) + rewritten_pages(self.layout, self.units.units, run, run)
 

@@ -7,6 +7,7 @@ from typing import cast
 
 from msgspec import Struct
 
+from kvir.lowering.layout import PAGE_TOKENS
 from kvir.lowering.stages import BudgetedPolicy, MassAmount, OpenAmount
 from kvir.policy_ir.budgets import Preference
 from kvir.policy_ir.nodes import TopK, TopP
@@ -44,7 +45,7 @@ def of_selections(budgeted: BudgetedPolicy) -> Iterator[Unsupported]:
             continue
         for j, trigger in enumerate(rule.trigger):
             if isinstance(trigger, PrefillChunk):
-                yield _refused("prefill_chunk", f"$.rules[{i}].trigger[{j}]", "select with `prefill_end`")
+                yield from _after_blocks(budgeted, i, trigger, f"$.rules[{i}].trigger[{j}]")
         if not isinstance(rule.overflow, Evict):
             yield _refused(tag(rule.overflow), f"$.rules[{i}].overflow", "leave `overflow` out")
         for j, term in enumerate(rule.keep):
@@ -69,6 +70,24 @@ def of_selections(budgeted: BudgetedPolicy) -> Iterator[Unsupported]:
                     "units that select when a prompt ends keep what is left and all later rows",
                     "a window in decode over rows that prefill chose by score",
                 )
+
+
+def _after_blocks(
+    budgeted: BudgetedPolicy, number: int, trigger: PrefillChunk, path: str
+) -> Iterator[Unsupported]:
+    """Blocks of a prompt are whole pages, and how many rows a head keeps after one is known before."""
+    rule = budgeted.bound.verified.policy.rules[number]
+    if trigger.tokens is None or trigger.tokens % PAGE_TOKENS:
+        what = "`prefill_chunk` after the server's own chunks, or after part of a page"
+        yield _refused("prefill_chunk", path, f"give it a multiple of {PAGE_TOKENS} tokens", what)
+    selections = (r.selection for row in budgeted.prefill for r in row)
+    quotas = [q for s in selections if s is not None and s.rule == number for q in s.quotas]
+    if any(q.group > 1 or q.block > 1 or isinstance(q.amount, MassAmount | OpenAmount) for q in quotas):
+        what = "`prefill_chunk` where heads keep different numbers of rows"
+        yield _refused("prefill_chunk", path, "select with `prefill_end`", what)
+    for word in sorted({tag(s) for term in rule.keep for s in _structs(term) if isinstance(s, SUMS)}):
+        what = f"`{word}`, a sum over queries, after blocks of a prompt"
+        yield _refused(word, path, "select with `prefill_end`", what)
 
 
 def _while_decoding(budgeted: BudgetedPolicy, number: int) -> Iterator[Unsupported]:

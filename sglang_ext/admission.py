@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
-from kvir.lowering import footprint
-
 if TYPE_CHECKING:
     from kvir.sglang_ext.allocator import KvirAllocator
     from kvir.sglang_ext.prefix import KvirRadixCache
@@ -24,6 +22,7 @@ class KvirPrefillBudget(PrefillBudget):
 
     def __init__(self, allocator: KvirAllocator, tree_cache: KvirRadixCache, **kwargs: Any) -> None:
         super().__init__(allocator, tree_cache, **kwargs)
+        self._allocator = allocator
         self._residency = allocator.residency
         self._layout = allocator.layout
         self.new_token_ratio = 1.0  # set by the hook on PrefillAdder.add_one_req
@@ -56,7 +55,7 @@ class KvirPrefillBudget(PrefillBudget):
             input_tokens=input_tokens,
             **kwargs,
         )
-        final = footprint.peak_pages(self._layout, input_tokens + max_new_tokens, input_tokens)
+        final = self._allocator.peak_pages(input_tokens + max_new_tokens, input_tokens)
         self._candidate = final - self.credit_head_pages
         if ok and self._candidate > self.remaining_head_pages:
             self._residency.counters["admissions_deferred"] += 1

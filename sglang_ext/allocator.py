@@ -32,15 +32,24 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
     """
 
     def __init__(
-        self, size: int, dtype: torch.dtype, device: str, pool: KvirPool, *, need_sort: bool, debug: bool
+        self,
+        size: int,
+        dtype: torch.dtype,
+        device: str,
+        pool: KvirPool,
+        *,
+        need_sort: bool,
+        debug: bool,
+        chunk_tokens: int,
     ) -> None:
+        self.chunk_tokens = chunk_tokens  # the most tokens of one prompt in one extend
         self.pool = pool
         self.residency = pool.residency
         self.layout = pool.plan.layout
         self.evidence = Evidence(pool)
         self.debug = debug
         self.selections = Selections(self.layout)
-        self.compacting: list[Compact | None] = []  # of the step that was scheduled last, in batch order
+        self.compacting: list[Compact | None] = []  # of the step scheduled last, in batch order
         self.tree: KvirRadixCache | None = None
         self.extending: list[tuple[RequestState, int, int]] = []
         self.decoding: list[RequestState] = []
@@ -58,8 +67,8 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
     # ---- before an allocation: requests open, windows slide ------------------------------------------------
 
     def prepare(self, batch: ScheduleBatch) -> None:
-        """Called from the hook on `ScheduleBatch.maybe_evict_swa`, the first statement of both allocation
-        functions: the only place before an allocation that knows the requests.
+        """Called from the hook on `ScheduleBatch.maybe_evict_swa`, the only place before an allocation that
+        knows the requests.
         """
         res = self.residency
         self.tree = batch.tree_cache  # type: ignore[assignment]
@@ -101,12 +110,14 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         state.prompt_tokens = prompt_tokens
         state.max_new_tokens = max(0, (req.sampling_params.max_new_tokens or 0) - len(req.output_ids))
         final = prompt_tokens + state.max_new_tokens
-        state.peak_pages = footprint.peak_pages(self.layout, final, prompt_tokens)
+        state.peak_pages = self.peak_pages(final, prompt_tokens)
         state.growth_peak_pages = footprint.growth_peak_pages(self.layout, final, prompt_tokens)
         state.rid = req.rid
         state.retractions = req.retraction_count
         state.cached_tokens = prefix_tokens
         state.selects = self.selections.runs(prompt_tokens)
+        state.published_tokens = self.selections.publishes(prompt_tokens)
+        state.published_pages = state.published_tokens // self.page_size
         return state
 
     # ---- allocation ----------------------------------------------------------------------------------------
@@ -149,22 +160,18 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
             ids = out[done + first_new - start : done + end - start : self.page_size]
             res.grow(state, (ids // self.page_size).tolist(), end, hold_branch=hold_branch)
             done += end - start
-            self.compacting.append(res.compacts.reserve(state, self._chosen_at(state, end)))
+            self.compacting.append(res.compacts.reserve(state, self.selections.in_prefill(state, end)))
         self._end_step()
         return out
 
     def _needed(self, *, hold_branch: bool) -> IntArray:
-        total = np.zeros(self.residency.geometry.layer_count + 1, np.int64)
+        res = self.residency
+        total = np.zeros(res.geometry.layer_count + 1, np.int64)
         for state, _, end in self.extending:
-            total += self.residency.needed_per_layer(state, end, hold_branch=hold_branch)
-            chosen = self._chosen_at(state, end)
-            if chosen is not None:
-                total += self.residency.compacts.needed_per_layer(state, chosen)
+            total += res.needed_per_layer(state, end, hold_branch=hold_branch)
+            if (chosen := self.selections.in_prefill(state, end)) is not None:
+                total += res.compacts.needed_per_layer(state, chosen)
         return total
-
-    def _chosen_at(self, state: RequestState, end: int) -> Chosen | None:
-        """What a selection leaves, if one runs when `end` is reached."""
-        return self.selections.at_prompt_end(end) if end == state.prompt_tokens else None
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
@@ -198,6 +205,10 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
             self.residency.release(ids.cpu().numpy().astype(np.int64))
 
     # ---- capacity questions --------------------------------------------------------------------------------
+
+    def peak_pages(self, tokens: int, prompt_tokens: int) -> int:
+        """The most head-pages that a request needs on its way to `tokens` tokens."""
+        return footprint.peak_pages(self.layout, tokens, prompt_tokens, self.chunk_tokens)
 
     def create_prefill_budget(
         self, tree_cache: KvirRadixCache, *, num_mixed_decode_tokens: int = 0
@@ -238,12 +249,12 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         """Clip a generation to what the empty pool could hold; None refuses the prompt."""
         logical = super().max_new_tokens_for_memory(input_tokens, max_new_tokens, **kwargs)  # type: ignore[arg-type]
         limit = self.pool.head_page_count
-        if logical is None or footprint.peak_pages(self.layout, input_tokens + 1, input_tokens) > limit:
+        if logical is None or self.peak_pages(input_tokens + 1, input_tokens) > limit:
             return None
         fits, too_many = 0, logical + 1
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
-            if footprint.peak_pages(self.layout, input_tokens + middle, input_tokens) <= limit:
+            if self.peak_pages(input_tokens + middle, input_tokens) <= limit:
                 fits = middle
             else:
                 too_many = middle

@@ -141,19 +141,42 @@ class KvirAttentionBackend(AttentionBackend):
     ) -> torch.Tensor:
         q, k, v, unit0 = self._views(q, k, v, layer, save_kv_cache, kwargs)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        holes = self.kernels.attend_extend(
-            q, k, v, self.pool.cache, self._pages, self._lens, self._extends, self.pool.prefill_bounds, unit0,
-            layer.scaling, layer.logit_cap, out,
-        )  # fmt: skip
+        index = self.layer_index[layer.layer_id]
+        call = LayerCall(index, layer.layer_id, q, k, v, layer.scaling, layer.logit_cap)
+        selection = self.selection
+        apart = [] if selection is None else [selection.heads_in_blocks(w, index) for w in self._works]
+        if any(apart):
+            holes = self._extend_apart(call, apart, out)
+        else:
+            holes = self.kernels.attend_extend(
+                q, k, v, self.pool.cache, self._pages, self._lens, self._extends, self.pool.prefill_bounds,
+                unit0, layer.scaling, layer.logit_cap, out,
+            )  # fmt: skip
         if self.selection is not None:
-            index = self.layer_index[layer.layer_id]
-            call = LayerCall(index, layer.layer_id, q, k, v, layer.scaling, layer.logit_cap)
             self.selection.observe(self._works, call)
         # after all reads of the layer: quarantined head-pages may be reused here
         self.kernels.append(k, v, self.pool.cache, self._slots, unit0)
         if self.selection is not None:
             self.selection.after_append(self._works, self.layer_index[layer.layer_id])
         return self._checked(out, holes, layer)
+
+    def _extend_apart(self, call: LayerCall, apart: list[list[int]], out: torch.Tensor) -> int:
+        """Request by request: heads that select after blocks of the prompt attend by themselves."""
+        assert self.selection is not None
+        holes, unit0 = 0, call.index * self.kv_heads
+        for i, (work, heads) in enumerate(zip(self._works, apart, strict=True)):
+            bounds, one, rows = self.pool.prefill_bounds, slice(i, i + 1), slice(work.begin, work.end)
+            if heads:  # the kernel must not look for their rows among the dense pages
+                bounds = Bounds(bounds.sink.clone(), bounds.recent.clone())
+                units = [unit0 + head for head in heads]
+                bounds.sink[units], bounds.recent[units] = 0, 1
+            holes += self.kernels.attend_extend(
+                call.q[rows], call.k[rows], call.v[rows], self.pool.cache, self._pages[one], self._lens[one],
+                self._extends[one], bounds, unit0, call.scale, call.logit_cap, out[rows],
+            )  # fmt: skip
+            if heads:
+                self.selection.attend_blocks(work, call, out)
+        return holes
 
     def forward_decode(
         self,

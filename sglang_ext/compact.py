@@ -71,16 +71,16 @@ class Compact:
         """[U] rows that units which moved hold at length `tokens`."""
         return self.copied + tokens - self.tokens + self.left
 
-    def place(self, unit: int, layer: int, positions: IntArray, tokens: int) -> NDArray[np.int64]:
-        """The head-pages for a unit's rows at `positions`, in order, at length `tokens`.  Called by the
-        forward, once per unit that selects.
+    def place(self, unit: int, layer: int, positions: IntArray) -> NDArray[np.int64]:
+        """The head-pages for a unit's rows at `positions`, in order.  Called by the forward, once per unit
+        that selects.
 
         Raises RuntimeError if they are more than was promised.
         """
         chosen, rows = self.chosen, len(positions)
         assert chosen is not None
         pages, had = -(-rows // self.page_tokens), int(self.owned[:, unit].sum())
-        promised = int(chosen.most[unit])
+        promised, tokens = int(chosen.most[unit]), int(chosen.at[unit])
         if rows > promised or (chosen.exact[unit] and rows != promised):
             raise RuntimeError(f"kvir: unit {unit} selected {rows} rows, not {promised}")
         own, anywhere = self.stock.setdefault(layer, []), self.stock.get(-1, [])
@@ -201,17 +201,17 @@ class CompactStore:
             positions={},
         )
 
-    def publish(self, compact: Compact, tokens: int) -> None:
-        """The forward has placed every unit of the selection at length `tokens`: the device table learns of
-        it before the next one.
+    def publish(self, compact: Compact) -> None:
+        """The forward has placed every unit of the selection: the device table learns of it before the next
+        one.
         """
         assert compact.chosen is not None
-        moved = compact.chosen.moves
+        moved, at = compact.chosen.moves, compact.chosen.at
         counters = self._cells.counters
         counters["selections"] += 1
         counters["rows_evicted"] += compact.evicted
         compact.evicted = 0
-        if (compact.tokens[moved] != tokens).any():
+        if (compact.tokens[moved] != at[moved]).any():
             raise RuntimeError("kvir: a unit that should select did not")
         compact.chosen, compact.slides = None, True
         self._unsettled.append(compact)

@@ -33,6 +33,7 @@ class Chosen:
     exact: BoolArray  # [U] it gets `most` rows, whatever the scores are
     most: IntArray  # [U] rows that go to compact head-pages, at most
     left: IntArray  # [U] last rows that stay where they are, in the partial page
+    at: IntArray  # [U] length at which it selects
     stock: IntArray  # [layers + 1] head-pages for units that are not exact; the last is for any layer
 
 
@@ -53,25 +54,67 @@ class Selections:
         """Whether a prompt of that length is compacted."""
         return any(runs_in_prefill(selection, prompt_tokens) for _, selection in self._prefill)
 
-    def at_prompt_end(self, prompt_tokens: int) -> Chosen | None:
-        """None if a prompt of that length stays as it is."""
-        if not self.runs(prompt_tokens):
+    def publishes(self, prompt_tokens: int) -> int:
+        """Tokens of a prompt whose rows are computed before a selection has dropped any: what the prefix tree
+        may hold.
+        """
+        published = prompt_tokens
+        for _, selection in self._prefill:
+            block = block_tokens(selection)
+            if block is None or not runs_in_prefill(selection, prompt_tokens):
+                continue
+            first = next(
+                (n for n in range(block, prompt_tokens, block) if _drops(selection, n, prompt_tokens)),
+                prompt_tokens,
+            )
+            published = min(published, first)
+        return published
+
+    def in_prefill(self, state: RequestState, end: int) -> Chosen | None:
+        """What is selected when a prompt has been read up to `end`; None: nothing."""
+        if not state.selects:
             return None
-        draft = _Draft(self._layout)
+        draft, prompt = _Draft(self._layout), state.prompt_tokens
         for c, selection in self._prefill:
-            # a unit whose budget is the whole prompt moves too: units of one class keep the same pages
-            tail = self._tail(selection, prompt_tokens)
-            run = first_run(selection, prompt_tokens, prompt_tokens)
-            rows = kept_rows(run)
-            units = np.asarray(c.units)
-            draft.add(units, np.full(len(units), rows.most), rows.exact, tail)
-            if not rows.exact:
-                draft.stock_up(self._stock(c, selection, run, tail))
+            units, block = np.asarray(c.units, np.int64), block_tokens(selection)
+            if block is not None:
+                if runs_in_prefill(selection, prompt):
+                    at = end if end == prompt else end // block * block
+                    self._add_block(draft, selection, state, units, at)
+            elif end == prompt and _ends(selection, prompt):
+                # a unit whose budget is the whole prompt moves too: units of one class keep the same pages
+                run = first_run(selection, prompt, prompt)
+                rows, tail = kept_rows(run), self._tail(selection, prompt)
+                draft.add(units, np.full(len(units), rows.most), rows.exact, tail, prompt)
+                if not rows.exact:
+                    draft.stock_up(self._stock(c, selection, run, tail))
         return draft.chosen()
+
+    def _add_block(
+        self, draft: _Draft, selection: Selection, state: RequestState, units: IntArray, at: int
+    ) -> None:
+        """Selections after whole blocks: the last one up to `at`, with the rows that those before it left."""
+        compact, block, prompt = state.compact, block_tokens(selection), state.prompt_tokens
+        assert block is not None
+        moved = compact is not None and bool(compact.moved[units[0]])
+        last = int(compact.tokens[units[0]]) if compact is not None and moved else 0
+        held = int(compact.rows(last)[units[0]]) if compact is not None and moved else 0
+        if at <= last:
+            return
+        for n in (*range(last - last % block + block, at, block), at):
+            held += n - last
+            last = n
+            stays = rows_that_stay(selection, n, prompt, n, n)
+            run = Run(selection, n, prompt, Bounds(held, held), Bounds(stays, stays), again=moved)
+            rows = kept_rows(run)
+            moved |= rows.most < held
+            held = rows.most
+        if moved:
+            draft.add(units, np.full(len(units), held), True, self._tail(selection, at), at)
 
     def while_decoding(self, state: RequestState, tokens: int) -> Chosen | None:
         """What is selected when the request has `tokens` tokens, the one of this step included."""
-        draft: _Draft | None = None
+        draft = _Draft(self._layout)
         for members in self._decode.values():
             held = [_held(state, units, tokens) for _, _, units in members]
             selection = members[0][1]
@@ -84,10 +127,9 @@ class Selections:
             moved = any(state.compact is not None and state.compact.moved[u].any() for _, _, u in members)
             if not moved and all(kept_rows(run).least >= run.held.most for each in runs for run in each):
                 continue  # every row is sure to stay
-            draft = _Draft(self._layout) if draft is None else draft
             for (_, own, units), each in zip(members, runs, strict=True):
                 self._add(draft, own, state, units, each, tokens)
-        return None if draft is None else draft.chosen()
+        return draft.chosen()
 
     # ---- parts ---------------------------------------------------------------------------------------------
 
@@ -114,7 +156,7 @@ class Selections:
         bounds = [kept_rows(run) for run in runs]
         tail, exact = self._tail(selection, tokens), all(b.exact for b in bounds)
         most = np.array([b.most for b in bounds], np.int64)
-        draft.add(units, most, exact, tail)
+        draft.add(units, most, exact, tail, tokens)
         if not exact:
             had = 0 if state.compact is None else state.compact.pages[units]
             pages = -(-np.maximum(most - tail, 0) // self._layout.page_tokens)
@@ -170,18 +212,36 @@ class _Draft:
         count = layout.unit_count
         self._moves, self._exact = np.zeros(count, bool), np.ones(count, bool)
         self._most, self._left = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        self._at = np.zeros(count, np.int64)
         self._pages = np.zeros(count // layout.kv_heads + 1, np.int64)
 
-    def add(self, units: IntArray, most: IntArray, exact: bool, tail: int) -> None:
-        self._moves[units], self._exact[units] = True, exact
+    def add(self, units: IntArray, most: IntArray, exact: bool, tail: int, at: int) -> None:
+        self._moves[units], self._exact[units], self._at[units] = True, exact, at
         self._left[units], self._most[units] = tail, most - tail
 
     def stock_up(self, pages: Iterator[tuple[int, int]]) -> None:
         for layer, count in pages:
             self._pages[layer] += count
 
-    def chosen(self) -> Chosen:
-        return Chosen(self._moves, self._exact, self._most, self._left, self._pages)
+    def chosen(self) -> Chosen | None:
+        if not self._moves.any():
+            return None
+        return Chosen(self._moves, self._exact, self._most, self._left, self._at, self._pages)
+
+
+def block_tokens(selection: Selection) -> int | None:
+    """Tokens of a prompt between two selections; None: it selects once, at the end."""
+    blocks = [t.tokens for t in selection.triggers if isinstance(t, PrefillChunk) and t.tokens is not None]
+    return min(blocks, default=None)
+
+
+def _ends(selection: Selection, prompt: int) -> bool:
+    return any(isinstance(t, PrefillEnd) and prompt > t.over for t in selection.triggers)
+
+
+def _drops(selection: Selection, n: int, prompt: int) -> bool:
+    """Whether some row goes when a selection finds every row of the first n tokens of a prompt."""
+    return kept_rows(first_run(selection, n, prompt)).most < n
 
 
 def _held(state: RequestState, units: IntArray, tokens: int) -> IntArray:

@@ -35,6 +35,11 @@ class RowReader:
         before = self.layer(layer, pages, start)
         return HeldRows(torch.cat([before.k, k]), torch.cat([before.v, v]))
 
+    def none(self) -> HeldRows:
+        """One head that holds nothing."""
+        empty = self._pool.kv.new_empty((0, 1, self._pool.kv.shape[-1]))
+        return HeldRows(empty, empty, torch.empty(0, dtype=torch.int64))
+
     def layer(self, layer: int, pages: IntArray, tokens: int) -> HeldRows:
         """All heads, from the dense pages of the first `tokens` tokens."""
         pool, unit = self._pool, layer * self._kv_heads

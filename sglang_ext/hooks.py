@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 NAME = "kvir"
 SRT = "sglang.srt."
+WHOLE_PROMPTS = 1 << 40  # tokens of a chunk, where prompts are not cut
 DEBUG_VARIABLE = "KVIR_DEBUG"  # poison freed head-pages, look for NaN, recount after every step
 
 
@@ -80,7 +81,13 @@ def build_allocator(
         token_to_kv_pool,
         need_sort=False,
         debug=os.environ.get(DEBUG_VARIABLE) == "1",
+        chunk_tokens=_chunk_tokens(self.server_args),
     )
+
+
+def _chunk_tokens(args: Any) -> int:
+    size = args.chunked_prefill_size
+    return size if size is not None and size > 0 else WHOLE_PROMPTS
 
 
 # ---- scheduling --------------------------------------------------------------------------------------------
@@ -119,25 +126,33 @@ def cap_match(original: Callable[..., int], self: Req, input_len: int, *args: An
     cap = _match_cap()
     if cap is None:
         return longest
-    at_end, in_decode, selections = cap
+    at_end, in_decode, in_blocks, selections = cap
     observed = in_decode
     if selections.runs(input_len):
         if at_end is None:
             return 0
         observed = max(observed, at_end)
+        published = selections.publishes(input_len)
+        if published < input_len:
+            longest = min(longest, published - in_blocks)
     # a negative length would be read as one from the end
     return max(0, min(longest, input_len - observed))
 
 
 @functools.cache
-def _match_cap() -> tuple[int | None, int, Any] | None:
+def _match_cap() -> tuple[int | None, int, int, Any] | None:
     from kvir.sglang_ext.folding import Selections
-    from kvir.sglang_ext.selecting_rules import observed_at_prompt_end, observed_in_decode
+    from kvir.sglang_ext.selecting_rules import (
+        observed_at_prompt_end,
+        observed_in_blocks,
+        observed_in_decode,
+    )
 
     plan = _plan()
     if plan is None or not plan.layout.compact:
         return None
-    return observed_at_prompt_end(plan), observed_in_decode(plan), Selections(plan.layout)
+    observed = observed_at_prompt_end(plan), observed_in_decode(plan), observed_in_blocks(plan)
+    return *observed, Selections(plan.layout)
 
 
 # ---- evidence ----------------------------------------------------------------------------------------------

@@ -71,8 +71,8 @@ class KvirRadixCache(UnifiedRadixCache):
         res = self.residency
         state = res.requests.get(id(req.kv))
         if state is not None and res.geometry.phased:
-            # rows of generated tokens depend on what decode dropped: the tree holds prompts only
-            up_to = min(up_to, state.prompt_tokens)
+            # rows of later tokens depend on what was dropped
+            up_to = min(up_to, state.published_tokens)
         res.hold_frees()
         try:
             super().checkpoint_into_tree(req, up_to=up_to, **kwargs)

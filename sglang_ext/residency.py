@@ -74,7 +74,7 @@ class Residency(Cells):
         """The request's pages at `index` leave class c's window, or the request ends."""
         if state.decoding and state.publishes and not closing:
             # the prompt's pages are the tree's to keep, but the step before is not processed yet
-            waiting = (index >= state.tree_pages) & (index < state.landmarks.prompt_page)
+            waiting = (index >= state.tree_pages) & (index < state.published_pages)
             if waiting.any():
                 state.held.append((c, index[waiting]))
                 index = index[~waiting]
@@ -153,7 +153,7 @@ class Residency(Cells):
         state.decoding |= turning
         spans = self.geometry.spans(state.decoding)
         first = spans.first_page(floor)
-        if state.decoding and compact is not None:
+        if compact is not None:
             leaders = self.geometry.class_leaders
             first = np.where(compact.moved[leaders], compact.start_page[leaders], first)
             compact.slides = False
@@ -287,7 +287,7 @@ class Residency(Cells):
         ok = self.reclaimer.make_room(short(), tree, interior_only=interior_only)
         if interior_only:
             return ok
-        # last resort: tree pages that slid out in this very step are read still, but may serve their layer
+        # last resort: tree pages that slid out just now are read still, but may serve their layer
         while not ok and self._slid_now:
             entries, _ = self._slid_now.pop(0)
             for page, c, epoch in entries:

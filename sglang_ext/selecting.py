@@ -7,7 +7,7 @@ layers compete, each leaves its scores, and the last of them selects and copies 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,8 +19,9 @@ from kvir.kernels.ref.select_rule import choose
 from kvir.kernels.score_ops import ScoreInputs
 from kvir.lowering.stages import ExecutionPlan
 from kvir.policy_ir.nodes import Phase
+from kvir.sglang_ext.blocks import attend_block, blocks, extended, left
 from kvir.sglang_ext.compact import Compact
-from kvir.sglang_ext.geometry import IntArray
+from kvir.sglang_ext.forwards import LayerCall, Work, score_inputs
 from kvir.sglang_ext.held_rows import HeldRows, RowReader
 from kvir.sglang_ext.model_parts import ModelParts, needed
 from kvir.sglang_ext.observing import LayerMemory, Wants
@@ -30,37 +31,6 @@ from kvir.sglang_ext.selecting_rules import Selecting, rule_scores, selecting_ru
 
 if TYPE_CHECKING:
     from kvir.sglang_ext.allocator import KvirAllocator
-
-
-@dataclass
-class Work:
-    """One request of a forward: its rows in the batch, and what it selects after this step."""
-
-    state: RequestState
-    begin: int  # rows [begin, end) of the batch
-    end: int
-    start: int  # tokens before this step
-    pages: IntArray  # logical pages of all its tokens
-    compact: Compact | None  # None: nothing is selected now
-    phase: Phase
-    offers: dict[int, list[Offer]] = field(default_factory=dict[int, list[Offer]])  # by rule
-
-    @property
-    def tokens(self) -> int:
-        return self.start + self.end - self.begin
-
-
-@dataclass(frozen=True)
-class LayerCall:
-    """One layer of a forward, as the attention backend computes it."""
-
-    index: int  # among the layers with a KV cache
-    layer_id: int  # SGLang's
-    q: torch.Tensor  # [T, Hq, D]
-    k: torch.Tensor  # [T, Hkv, D]
-    v: torch.Tensor
-    scale: float
-    logit_cap: float
 
 
 class RowSelection:
@@ -79,6 +49,14 @@ class RowSelection:
         for layer in sorted({layer for each in every for layer in each.governed}):
             rules = [each.rule for each in every if layer in each.governed]
             self._wants[layer] = Wants.of(s for rule in rules for s in rule_scores(rule))
+        self._blocks = {
+            layer: [
+                (number, each)
+                for number, each in self._rules["prefill"].items()
+                if each.block_tokens is not None and layer in each.governed
+            ]
+            for layer in self._wants
+        }
         self._decoding = {layer for each in self._rules["decode"].values() for layer in each.governed}
         layer_ids = [layer.layer_id for layer in plan.model.layers]
         self._parts: ModelParts = needed(model, {layer_ids[i]: w.needs for i, w in self._wants.items()})
@@ -127,6 +105,49 @@ class RowSelection:
             elif work.state.selects or call.index in self._decoding:
                 self._observe_chunk(work, call, wants)
 
+    def heads_in_blocks(self, work: Work, layer: int) -> list[int]:
+        """Heads of a request whose attention goes block by block (`attend_blocks`)."""
+        if not work.state.selects:
+            return []
+        return sorted(head for _, each in self._blocks.get(layer, ()) for head in each.governed[layer])
+
+    def attend_blocks(self, work: Work, call: LayerCall, out: torch.Tensor) -> None:
+        """Attention and selections of those heads; out [T, Hq, D] of the batch is written."""
+        memory = self._memory(work, call, self._wants[call.index])
+        group, span = call.q.shape[1] // self._kv_heads, slice(work.begin, work.end)
+        prompt = work.state.prompt_tokens
+        q, k, v = call.q[span], call.k[span], call.v[span]
+        before = memory.queries
+        for number, each in self._blocks[call.index]:
+            assert each.block_tokens is not None
+            memory.queries = before
+            held = {h: self._before(work, call.index, h) for h in each.governed[call.index]}
+            for block in blocks(work.start, work.tokens, prompt, each.block_tokens):
+                part = slice(block.start - work.start, block.stop - work.start)
+                rows = slice(work.begin + part.start, work.begin + part.stop)
+                for head, old in held.items():
+                    heads = slice(head * group, (head + 1) * group)
+                    out[rows, heads] = attend_block(
+                        q[part, heads], old, k[part, head], v[part, head], call.scale, call.logit_cap
+                    )
+                    held[head] = extended(old, k[part, head], v[part, head], block.start)
+                memory.remember(q[part])
+                if block.ends:
+                    offered = self._offer(work, call, memory, number, held, block.stop)
+                    for (_, head), kept in choose(each.rule, [offered], each.governed, prompt).items():
+                        held[head] = left(held[head], kept)
+            for head, rows_left in held.items():
+                self._copy(work, (call.index, head), None, rows_left)
+
+    def _before(self, work: Work, layer: int, head: int) -> HeldRows:
+        """Rows of one head before this chunk."""
+        if not work.start:
+            return self._rows.none()
+        compact, unit = work.state.compact, (layer, head)
+        if compact is None:
+            return self._rows.dense(unit, work.pages, work.start)
+        return self._rows.unit(unit, work.pages, work.start, compact)
+
     def after_append(self, works: list[Work], layer: int) -> None:
         """Every row of this layer is in its dense pages: rules that end here and span layers are decided."""
         for work in works:
@@ -140,24 +161,29 @@ class RowSelection:
                 for unit, rows in choose(each.rule, offers, each.governed, work.tokens).items():
                     self._copy(work, unit, rows, self._rows.dense(unit, work.pages, work.tokens))
             if layer == max(self._wants):
-                self._pool.residency.compacts.publish(work.compact, work.tokens)
+                self._pool.residency.compacts.publish(work.compact)
 
     # ---- parts ---------------------------------------------------------------------------------------------
 
     def _observe_chunk(self, work: Work, call: LayerCall, wants: Wants) -> None:
         memory = self._memory(work, call, wants)
         span = slice(work.begin, work.end)
-        memory.remember(call.q[span])
-        if not work.state.selects:
+        selects = work.state.selects
+        if not (selects and self._blocks[call.index]):  # else block by block
+            memory.remember(call.q[span])
+        if not selects:
             return
-        held = None
-        if wants.running or work.compact is not None:
+        done, held = work.tokens == work.state.prompt_tokens, None
+        if wants.running or (work.compact is not None and done):
             held = self._rows.prompt(call.index, work.pages, work.start, call.k[span], call.v[span])
         memory.add_up(call.q[span], None if held is None else held.k, work.start)
-        if work.compact is None:
+        if not done:
             return
-        assert held is not None
-        self._select(work, call, memory, {head: held.of(head) for head in range(self._kv_heads)}, held)
+        chosen = None if work.compact is None else work.compact.chosen
+        if chosen is not None and held is not None:
+            unit0, apart = call.index * self._kv_heads, self.heads_in_blocks(work, call.index)
+            heads = [h for h in range(self._kv_heads) if chosen.moves[unit0 + h] and h not in apart]
+            self._select(work, call, memory, {head: held.of(head) for head in heads}, held)
         memory.forget_sums()
         if call.index not in self._decoding:
             del work.state.memory[call.index]
@@ -196,57 +222,65 @@ class RowSelection:
         together: HeldRows | None,
     ) -> None:
         """Rules of the layer, over the rows of its heads; `together`: all heads hold the same ones."""
+        prompt = work.state.prompt_tokens
         for number, each in self._rules[work.phase].items():
-            heads = [head for head in each.governed.get(call.index, ()) if head in rows]
-            if not heads:
+            mine = {head: rows[head] for head in each.governed.get(call.index, ()) if head in rows}
+            if not mine:
                 continue
-            if together is not None:
-                states = [LayerState(self._inputs(work, call, memory, together, None), tuple(heads))]
-            else:
-                states = [
-                    LayerState(self._inputs(work, call, memory, rows[head], head), (head,)) for head in heads
-                ]
-            offered = offer(each.rule, states, each.governed, work.state.prompt_tokens, work.tokens)
+            offered = self._offer(work, call, memory, number, mine, work.tokens, together)
             if each.waits:
                 work.offers.setdefault(number, []).append(offered)
                 continue
-            for unit, kept in choose(each.rule, [offered], each.governed, work.state.prompt_tokens).items():
+            for unit, kept in choose(each.rule, [offered], each.governed, prompt).items():
                 self._copy(work, unit, kept, rows[unit[1]])
 
+    def _offer(
+        self,
+        work: Work,
+        call: LayerCall,
+        memory: LayerMemory,
+        number: int,
+        rows: dict[int, HeldRows],
+        tokens: int,
+        together: HeldRows | None = None,
+    ) -> Offer:
+        """What a rule's heads put up at length `tokens`; `together`: the layer's rows, if all hold them."""
+        each = self._rules[work.phase][number]
+        if together is not None and len(rows) == self._kv_heads:
+            states = [LayerState(self._inputs(call, memory, together, None, tokens), tuple(rows))]
+        else:
+            states = [
+                LayerState(self._inputs(call, memory, held, head, tokens), (head,))
+                for head, held in rows.items()
+            ]
+        return offer(each.rule, states, each.governed, work.state.prompt_tokens, tokens)
+
     def _inputs(
-        self, work: Work, call: LayerCall, memory: LayerMemory, held: HeldRows, head: int | None
+        self, call: LayerCall, memory: LayerMemory, held: HeldRows, head: int | None, tokens: int
     ) -> ScoreInputs:
-        """Inputs of all heads of the layer, or of one."""
-        needs, parts, group = self._wants[call.index].needs, self._parts, call.q.shape[1] // self._kv_heads
+        group = call.q.shape[1] // self._kv_heads
         mine = slice(None) if head is None else slice(head * group, (head + 1) * group)
-        queries = None if memory.queries is None else memory.queries[:, mine]
-        seen = 0 if queries is None else queries.shape[0]
-        return ScoreInputs(
+        inputs = score_inputs(self._wants[call.index].needs, self._parts, call, memory, mine)
+        seen = 0 if inputs.q_obs is None else inputs.q_obs.shape[0]
+        return replace(
+            inputs,
             k=held.k,
             v=held.v,
-            candidates=(0, 0),
-            scale=call.scale,
-            logit_cap=call.logit_cap,
-            layer=call.index,
             first_head=head or 0,
             positions=held.positions,
-            q_obs=queries,
-            q_positions=torch.arange(work.tokens - seen, work.tokens),
-            running=memory.sums(),
-            moments=memory.moments(),
-            w_o=parts.w_o(call.layer_id)[mine] if "projected_l1" in needs else None,
-            gram=parts.gram(call.layer_id)[mine] if "projected_l2" in needs else None,
-            rope=parts.rope(call.layer_id) if "rope" in needs else None,
+            q_positions=torch.arange(tokens - seen, tokens),
         )
 
-    def _copy(self, work: Work, unit: Unit, kept: torch.Tensor, held: HeldRows) -> None:
-        """Fill the compact head-pages of one unit with the kept ones of its rows."""
+    def _copy(self, work: Work, unit: Unit, kept: torch.Tensor | None, held: HeldRows) -> None:
+        """Fill the compact head-pages of one unit with the kept ones of its rows; None: all of them."""
         compact = work.compact
-        assert compact is not None
-        assert compact.chosen is not None
         layer, head = unit
         number = layer * self._kv_heads + head
+        if compact is None or compact.chosen is None or not compact.chosen.moves[number]:
+            return
+        if kept is None:
+            kept = torch.arange(held.k.shape[0])
         positions = kept if held.positions is None else held.positions[kept]
-        moved = positions < work.tokens - int(compact.chosen.left[number])
-        pages = compact.place(number, layer, positions[moved].numpy(), work.tokens)
+        moved = positions < int(compact.chosen.at[number] - compact.chosen.left[number])
+        pages = compact.place(number, layer, positions[moved].numpy())
         copy_rows(held.k[:, 0], held.v[:, 0], kept[moved], self._pool.kv, torch.from_numpy(pages))

@@ -9,7 +9,7 @@ from kvir.kernels.ref.select_offer import Governed
 from kvir.kernels.ref.select_rule import spans_layers
 from kvir.lowering.stages import ExecutionPlan
 from kvir.policy_ir.nodes import Phase, Rule
-from kvir.policy_ir.rules import Every
+from kvir.policy_ir.rules import Every, PrefillChunk
 from kvir.policy_ir.scores import Score
 
 
@@ -23,6 +23,12 @@ class Selecting:
     @property
     def last_layer(self) -> int:
         return max(self.governed)
+
+    @property
+    def block_tokens(self) -> int | None:
+        """Tokens of a prompt between two selections; None: it selects once, at the end."""
+        blocks = [t.tokens for t in self.rule.trigger if isinstance(t, PrefillChunk) and t.tokens is not None]
+        return min(blocks, default=None)
 
     @property
     def waits(self) -> bool:
@@ -52,6 +58,15 @@ def observed_at_prompt_end(plan: ExecutionPlan) -> int | None:
     rules = selecting_rules(plan, "prefill").values()
     counts = [observed_queries(score) for each in rules for score in rule_scores(each.rule)]
     return None if None in counts else max((n for n in counts if n is not None), default=0)
+
+
+def observed_in_blocks(plan: ExecutionPlan) -> int:
+    """Queries before the end of a block that are computed, so that the block's selection runs: at least the
+    last one, and those that it observes.
+    """
+    rules = (each for each in selecting_rules(plan, "prefill").values() if each.block_tokens is not None)
+    counts = (observed_queries(score) or 0 for each in rules for score in rule_scores(each.rule))
+    return max(1, max(counts, default=0))
 
 
 def observed_in_decode(plan: ExecutionPlan) -> int:

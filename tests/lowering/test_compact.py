@@ -186,7 +186,9 @@ def test_peak_of_chunks_is_budget_and_one_chunk() -> None:
         keep=(TopK(budget=FixedTokens(tokens=256), by=KEY_NORM),), trigger=(PrefillChunk(tokens=128),)
     )
     layout = lower(Policy(kvir=1, name="p", rules=(rule,)), made(2, 2), dtype="bfloat16").layout
-    assert footprint.peak_pages(layout, 100_000) == 4 * (256 + 128) // 16
+    # the server's chunk, and up to 127 tokens before it that no block has ended
+    assert footprint.peak_pages(layout, 100_000, chunk_tokens=128) == 4 * (256 // 16 + 17)
+    assert footprint.peak_pages(layout, 100_000) == 4 * (256 // 16 + (8192 + 127) // 16 + 2)
     assert footprint.done_pages(layout, 100_000) == (4 * 16, 4 * 16)
     # the server's own chunks
     served = replace(rule, trigger=(PrefillChunk(),))

@@ -70,7 +70,6 @@ def test_every_known_field_exists() -> None:
 
 
 REFUSED = {
-    "prefill_chunk": "- {keep: [{recent: 32}, {top_k: {tokens: 64, by: attention}}], trigger: prefill_chunk}",
     "merge": "- {keep: [{recent: 32}, {top_k: {tokens: 64, by: key_norm}}], overflow: merge}",
     "criticalkv": "- {keep: {top_k: {preference: 64, by: {criticalkv: {base: attention}}}}}",
     "positions": "- {keep: [{sink: 4}, {recent: 64}], positions: cache}",
@@ -90,11 +89,9 @@ def test_a_server_refuses_by_name_and_place(word: str, tmp_path: Path) -> None:
 
 
 def test_a_server_refuses_plans_as_it_refuses_policies(tmp_path: Path) -> None:
-    plan = lower(load(ROOT / "examples/methods/keydiff.ir"), config_model("tiny-llama"), dtype="float32")
+    plan = lower(load(ROOT / "examples/methods/h2o.ir"), config_model("tiny-llama"), dtype="float32")
     plan_file.save(plan, tmp_path / "p.json")
-    with pytest.raises(
-        PolicyError, match=r"does not execute `prefill_chunk`.*refused by the stage `runtime`"
-    ):
+    with pytest.raises(PolicyError, match=r"does not execute `accumulated`.*refused by the stage `runtime`"):
         plan_for_server(tmp_path / "p.json", TINY, dtype="float32")
     assert [x.code for x in unsupported_by_runtime(plan)] == ["KV310"]
 
@@ -110,7 +107,12 @@ def test_windows_in_decode_over_chosen_rows_are_refused(tmp_path: Path) -> None:
         plan_for_server(path, TINY, dtype="float32")
 
 
-SELECTING_IN_DECODE = {
+SELECTING = {
+    "after the server's own chunks": "{keep: {top_k: {tokens: 64, by: key_norm}}, trigger: prefill_chunk}",
+    "after part of a page": "{keep: {top_k: {tokens: 64, by: key_norm}}, "
+    "trigger: {prefill_chunk: {tokens: 100}}}",
+    "`prefill_chunk` where heads keep different": "{keep: {top_p: {mass: 0.9, by: attention}}, "
+    "trigger: {prefill_chunk: {tokens: 64}}}",
     "`accumulated`, a sum over queries, while decoding": "{keep: {top_k: {tokens: 64, by: accumulated}}, "
     "trigger: {every: 8}}",
     "`over` where heads keep different numbers": "{keep: {top_p: {mass: 0.9, by: attention}}, "
@@ -120,10 +122,10 @@ SELECTING_IN_DECODE = {
 }
 
 
-@pytest.mark.parametrize("message", SELECTING_IN_DECODE)
-def test_what_decode_cannot_select_by_is_refused(message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("message", SELECTING)
+def test_how_rows_cannot_be_selected_is_refused(message: str, tmp_path: Path) -> None:
     path = tmp_path / "p.ir"
-    path.write_text(f"kvir: 1\nname: p\nrules:\n  - {SELECTING_IN_DECODE[message]}\n")
+    path.write_text(f"kvir: 1\nname: p\nrules:\n  - {SELECTING[message]}\n")
     with pytest.raises(PolicyError, match=message):
         plan_for_server(path, TINY, dtype="float32")
 

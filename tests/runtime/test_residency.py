@@ -57,7 +57,14 @@ FOLDING_IN_LAYERS = (
     "trigger: {every: 5}}, {layers: 0, keep: [{recent: 4}, {top_k: {tokens: 30, by: key_norm}}], "
     "trigger: [prefill_end, {over: 50}]}]"
 )
+BLOCKS = (
+    "[{keep: [{recent: 16}, {top_k: {tokens: 24, by: key_norm}}], trigger: {prefill_chunk: {tokens: 32}}}, "
+    "{layers: 1, keep: {top_k: {fraction: 0.3, by: key_norm}}, "
+    "trigger: [{prefill_chunk: {tokens: 48}}, {every: 9}]}, "
+    "{layers: 2, heads: 1, keep: [{sink: 4}, {recent: 40}]}]"
+)
 POLICIES = {
+    "blocks": BLOCKS,
     "competing": COMPETING,
     "folding": FOLDING,
     "folding-in-layers": FOLDING_IN_LAYERS,

@@ -28,7 +28,16 @@ from kvir.lowering.stages import ExecutionPlan
 from kvir.sglang_ext.selecting_rules import observed_at_prompt_end
 from support.evidence import assert_healthy, kvir_state
 
-SERVERS = ("methods", "rivals", "accumulated", "folding", "folding-retract", "rivals-retract")
+SERVERS = (
+    "methods",
+    "rivals",
+    "rivals-retract",
+    "accumulated",
+    "blocks",
+    "blocks-retract",
+    "folding",
+    "folding-retract",
+)
 
 
 @pytest.fixture

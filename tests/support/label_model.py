@@ -60,16 +60,23 @@ class LabelModel:
                 for unit in units:
                     if views[i] is not None:
                         self._read_compact(table, row, hashes, batch[i], views[i], end, unit)
+                    elif (old := self._folded(batch[i], unit)) is not None:
+                        self._held(table, row, hashes, start, old, unit)
                     else:
                         self._read(table, row, hashes, start, end, unit, decode=decode)
                     compact: Any = self.allocator.compacting[i]
                     if compact is not None and compact.chosen.moves[unit]:
-                        self._compact(table, row, hashes, end if decode else start, end, compact, unit)
+                        self._compact(table, row, hashes, end if decode else start, compact, unit)
             if not decode:
                 self._write(table, labels, spans, out, units)
-        for compact, (_, end) in zip(self.allocator.compacting, spans, strict=True):
+        for compact in self.allocator.compacting:
             if compact is not None:
-                pool.residency.compacts.publish(compact, end)
+                pool.residency.compacts.publish(compact)
+
+    def _folded(self, request: Request, unit: int) -> Any:
+        """The compact rows of a request whose prompt is still read, if the unit has some."""
+        compact = self.allocator.residency.requests[id(request.kv)].compact
+        return compact if compact is not None and compact.moved[unit] else None
 
     def _write(
         self, table: Any, labels: list[Any], spans: list[tuple[int, int]], out: torch.Tensor, units: range
@@ -106,28 +113,33 @@ class LabelModel:
         return compact, *compact.decode_view(self.allocator.residency.geometry, end, recent)
 
     def _compact(
-        self, table: Any, row: list[int], hashes: Any, written: int, end: int, compact: Any, unit: int
+        self, table: Any, row: list[int], hashes: Any, written: int, compact: Any, unit: int
     ) -> None:
         """Copy survivors: rows below `written` from the pool, rows of a chunk as they were computed."""
-        held, pages, size = np.arange(end), np.array(row), compact.chosen.left[unit]
-        heads = table[pages[held[:written] // P], unit]
-        if compact.moved[unit]:
-            first = int(compact.tokens[unit] - compact.left[unit])
-            dense, old = np.arange(first, end), compact.positions[unit]
-            held = np.concatenate([old, dense])
-            place = np.arange(len(old))
-            assert (
-                self.memory[compact.table[place // P, unit], place % P] == self._row(hashes, old, unit)
-            ).all()
-            heads, written = table[pages[dense // P], unit], len(dense)
-            assert (self.memory[heads, dense % P] == self._row(hashes, dense, unit)).all()
-        else:
-            assert (self.memory[heads, held[:written] % P] == self._row(hashes, held[:written], unit)).all()
-        before = held[held < end - size]
+        at = int(compact.chosen.at[unit])
+        held = self._held(table, row, hashes, min(written, at), compact, unit)
+        held = np.concatenate([held, np.arange(min(written, at), at)])
+        before = held[held < at - compact.chosen.left[unit]]
         kept = np.sort(self._random.permutation(before)[: self._count(compact, unit, len(before))])
-        compact.place(unit, unit // self.pool.plan.layout.kv_heads, kept, end)
+        compact.place(unit, unit // self.pool.plan.layout.kv_heads, kept)
         place = np.arange(len(kept))
         self.memory[compact.table[place // P, unit], place % P] = self._row(hashes, kept, unit)
+
+    def _held(
+        self, table: Any, row: list[int], hashes: Any, written: int, compact: Any, unit: int
+    ) -> np.ndarray:
+        """Positions of the rows that a unit which selects has in the pool; all of them must be right."""
+        first, old = 0, np.arange(0)
+        if compact.moved[unit]:
+            first, old = int(compact.tokens[unit] - compact.left[unit]), compact.positions[unit]
+            place = np.arange(len(old))
+            copies = self.memory[compact.table[place // P, unit], place % P]
+            assert (copies == self._row(hashes, old, unit)).all(), f"unit {unit}: wrong compact rows"
+        dense = np.arange(first, written)
+        heads = table[np.array(row, np.int64)[dense // P], unit]
+        assert (heads >= 0).all(), f"unit {unit}: hole at {dense[heads < 0][:4]}"
+        assert (self.memory[heads, dense % P] == self._row(hashes, dense, unit)).all()
+        return np.concatenate([old, dense])
 
     def _count(self, compact: Any, unit: int, held: int) -> int:
         """How many rows a unit wins: what the plan says, or what its rivals left it, drawn at random."""

@@ -48,7 +48,11 @@ class Tree:
         """As KvirRadixCache: at most all but the last token; cut to what is whole; remember where another
         prompt branches.
         """
-        path = self.walk(request.tokens[: len(request.tokens) - 1])
+        longest = len(request.tokens) - 1
+        published = self.allocator.selections.publishes(longest + 1)
+        if published <= longest:  # as the hook on `Req._compute_max_prefix_len`
+            longest = published - 1
+        path = self.walk(request.tokens[:longest])
         pages = np.array([node.page for node in path], np.int64)
         count = prefix.valid_pages(self.allocator.residency, pages) if len(pages) else 0
         if count < len(pages):
@@ -64,7 +68,7 @@ class Tree:
         """
         residency = self.allocator.residency
         if residency.geometry.phased:
-            upto = min(upto, request.prompt_tokens)
+            upto = min(upto, residency.requests[id(request.kv)].published_tokens)
         residency.hold_frees()
         row, parent, canonical, duplicates = request.row, 0, [], []
         for i in range(upto // P):

@@ -59,6 +59,8 @@ SERVERS: Mapping[str, Setup] = {
     "methods": Setup("methods", 4096),
     "rivals": Setup("rivals", 4096, PLAIN),
     "accumulated": Setup("accumulated", 4096),
+    "blocks": Setup("blocks", 4096),
+    "blocks-retract": Setup("blocks", 4096, PLAIN, RETRACTIONS),
     "folding": Setup("folding", 4096),
     "folding-retract": Setup("folding", 4096, PLAIN, RETRACTIONS),
     "rivals-retract": Setup("rivals", 4096, PLAIN, RETRACTIONS),

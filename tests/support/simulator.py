@@ -35,7 +35,9 @@ class Simulation(LabelModel):
             dtype=torch.float32,
             device="cpu",
         )
-        self.allocator = KvirAllocator(logical, torch.float32, "cpu", self.pool, need_sort=False, debug=True)
+        self.allocator = KvirAllocator(
+            logical, torch.float32, "cpu", self.pool, need_sort=False, debug=True, chunk_tokens=chunk_tokens
+        )
         self.tree: Any = Tree(self.allocator)
         self.chunk_tokens = chunk_tokens
         self.random = random.Random(seed)

@@ -1,0 +1,71 @@
+"""What one forward, and one layer of it, is to the selection of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from kvir.kernels.ref.select_offer import Offer
+from kvir.kernels.score_ops import Moments, Need, ScoreInputs, Sums
+from kvir.policy_ir.nodes import Phase
+from kvir.sglang_ext.compact import Compact
+from kvir.sglang_ext.geometry import IntArray
+from kvir.sglang_ext.model_parts import ModelParts
+from kvir.sglang_ext.observing import LayerMemory
+from kvir.sglang_ext.requests import RequestState
+
+
+@dataclass
+class Work:
+    """One request of a forward: its rows in the batch, and what it selects after this step."""
+
+    state: RequestState
+    begin: int  # rows [begin, end) of the batch
+    end: int
+    start: int  # tokens before this step
+    pages: IntArray  # logical pages of all its tokens
+    compact: Compact | None  # None: nothing is selected now
+    phase: Phase
+    offers: dict[int, list[Offer]] = field(default_factory=dict[int, list[Offer]])  # by rule
+
+    @property
+    def tokens(self) -> int:
+        return self.start + self.end - self.begin
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One layer of a forward, as the attention backend computes it."""
+
+    index: int  # among the layers with a KV cache
+    layer_id: int  # SGLang's
+    q: torch.Tensor  # [T, Hq, D]
+    k: torch.Tensor  # [T, Hkv, D]
+    v: torch.Tensor
+    scale: float
+    logit_cap: float
+
+
+def score_inputs(
+    needs: frozenset[Need], parts: ModelParts, call: LayerCall, memory: LayerMemory, mine: slice
+) -> ScoreInputs:
+    """What scores read of the query heads `mine`, beside the rows that are held."""
+    running = {spec: Sums(sums.values[mine], sums.seen) for spec, sums in memory.sums().items()}
+    moments = {
+        skip: Moments(found.mean[mine], found.covariance[mine]) for skip, found in memory.moments().items()
+    }
+    return ScoreInputs(
+        k=call.k,
+        v=call.v,
+        candidates=(0, 0),
+        scale=call.scale,
+        logit_cap=call.logit_cap,
+        layer=call.index,
+        q_obs=None if memory.queries is None else memory.queries[:, mine],
+        running=running,
+        moments=moments,
+        w_o=parts.w_o(call.layer_id)[mine] if "projected_l1" in needs else None,
+        gram=parts.gram(call.layer_id)[mine] if "projected_l2" in needs else None,
+        rope=parts.rope(call.layer_id) if "rope" in needs else None,
+    )
