@@ -61,8 +61,7 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
     def clear(self) -> None:
         super().clear()
         self.pool.reset_residency()
-        if self.debug:
-            self.residency.pool.freed_log = []
+        self.residency.pool.freed_log = [] if self.debug else None
 
     # ---- before an allocation: requests open, windows slide ------------------------------------------------
 
