@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import signal
 import subprocess
@@ -15,7 +16,9 @@ import pytest
 
 from kvir.calibration.polykv import result
 from kvir.calibration.polykv.deploy import executed
+from kvir.calibration.polykv.methods import DEFAULT, TERMS
 from kvir.cli import main
+from kvir.cli_parser import parser
 from kvir.lowering import footprint
 from kvir.lowering.model_facts import load_model
 from kvir.lowering.pipeline import lower
@@ -155,6 +158,19 @@ def test_a_file_that_is_no_method_is_refused(
     own.write_text("kvir: 1\nname: mine\nrules:\n  - keep: {top_k: {tokens: 9, by: laprox, scope: model}}\n")
     assert main(words(model_folder("llama"), text, tmp_path / "plan.ir", "--methods", str(own))) == 2
     assert "one `top_k` that looks at one layer" in capsys.readouterr().err
+
+
+def test_the_methods_of_the_help_are_those_there_are() -> None:
+    bare = ["calibrate", "polykv", "--model", "", "--text", "", "-o", ""]
+    args = parser().parse_args(bare)
+    assert tuple(args.methods.split(",")) == DEFAULT
+    named = re.sub(r"\s+", "", parser_help())  # a long word is broken anywhere
+    assert all(name in named for name in TERMS)
+
+
+def parser_help() -> str:
+    code = "from kvir.cli_parser import parser; parser().parse_args(['calibrate', 'polykv', '--help'])"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
 def test_control_c_and_the_same_command_again(model_folder: Folder, text: Path, tmp_path: Path) -> None:
