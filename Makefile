@@ -40,4 +40,4 @@ test: lint model
 	$(PY) -m pytest
 
 $(BENCHES): bench-%: model
-	$(PY) -m bench.$(subst -,_,$*)
+	$(PY) -m bench.$(subst -,_,$*) $(PARTS)

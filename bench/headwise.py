@@ -1,139 +1,297 @@
-"""A calibrated plan, served: quality against full KV on needle tasks, and the longest request in equal pools.
+"""Calibrated plans, served and as masks: quality against full KV, bytes, and the longest request.
 
-    python -m bench.headwise [--plan examples/headwise_smollm2.ir] [--items 20] [--lengths 2048,4096]
+    make bench-headwise                                  everything, about two hours on two cores
+    python -m bench.headwise score:plan score --minutes 9
 
-One server at a time: stock SGLang, then kvir with the plan.  `headwise_kept` is the share of the rows that
-the plan keeps of the longest prompts; `headwise_score_vs_full` the ratio of the mean scores over 5 needle
-tasks.  `longest_context_vs_stock_times_kept` is (longest request with kvir / with stock) * kept share there,
-1 if every byte that the plan saves is turned into context.
+Parts (--list names them):
+
+score:full, score:plan, score:sinkless   five needle tasks at two lengths, a server each: full KV (identity
+    policy), the plan, and a plan of equal size without sinks.  Answers are kept in `out/headwise`, so with
+    --minutes a part goes on where it stopped.
+score       of the answers so far: `headwise_score_vs_full`, the ratio of the means over the same items
+oracle      what is served under the plan against the oracle, float32, and its bytes against the planner
+longest     the longest request in equal pools; 1 if every byte that the plan saves becomes context
+quarter     a plan of 25 % of 1,024 tokens, as masks: needles aware and agnostic of the question, and loss
+gemma       Gemma 3 under the identity policy against stock SGLang: bytes held at 8,192 tokens, and tokens
+gemma:full, gemma:plan, gemma:score      as `score`, for the plan of its global layers
+
+The gemma parts download Gemma-3-270M when they first run.  Exit code 1: something is not as it must be.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from bench.parts import gemma
+from bench.parts.answers import Answers, Question, needles
+from bench.parts.figures import Figures, say
+from bench.parts.longest import longest_prompt
+from bench.parts.masks import quality
+from evaluation.agree import token_stream
 from evaluation.models import model_path
-from evaluation.server import Launch, Server, ServerError, serve
-from kvir.calibration.options import count, numbers
-from kvir.evals.answers import Server as Chat
-from kvir.evals.answers import chat, evicted_share, retained
-from kvir.evals.command import most_tokens, prompt_counter
-from kvir.evals.outcome import Scored, summarise
-from kvir.evals.tasks import GROUPS, Item, make, paragraphs
+from evaluation.oracle import LOGPROB_TOLERANCE, Masks, Oracle, check
+from evaluation.server import Launch, ServerError, serve
+from evaluation.watch import kvir_state
+from kvir.evals.answers import evicted_share, retained
+from kvir.evals.command import form_of
+from kvir.evals.outcome import Mean, Scored, summarise
+from kvir.evals.prompts import turn_ids
+from kvir.lowering import footprint
+from kvir.lowering.load import plan_for_server
 from kvir.lowering.model_facts import load_model
 
 ROOT = Path(__file__).resolve().parents[1]
-TEXT = ROOT / "data/wikipedia_valid.txt"
-POOL_TOKENS = 2048  # for the longest request: small, so that the model's own limit does not end it
-STEP_TOKENS = 32
+IDENTITY = ROOT / "examples/identity.ir"
+PLAN = ROOT / "examples/headwise_smollm2.ir"
+QUARTER = ROOT / "examples/headwise_smollm2_quarter.ir"
+SINKLESS = ROOT / "tests/data/policies/headwise_smollm2_sinkless.ir"
+GEMMA_PLAN = ROOT / "examples/headwise_gemma3.ir"
+
+LENGTHS = (2048, 4096)
+ITEMS = 20
+POOL_TOKENS = 24_576  # four of the longest prompts at once, and their cache
+LONGEST_POOL_TOKENS = 2048  # small, so that the model's own limit does not end it
+QUARTER_TOKENS, QUARTER_NEEDLES, QUARTER_TEXTS = 1024, 40, 14
+GEMMA_TOKENS, GEMMA_NEW_TOKENS, GEMMA_ITEMS = 8192, 32, 5
 
 
-def items(model: Path, lengths: tuple[int, ...], per_task: int) -> list[Item]:
-    text = paragraphs(TEXT.read_text(encoding="utf-8"))
-    tokens = prompt_counter(str(model), agnostic=False)
-    return [
-        make(task, length - most_tokens(task), number, 0, text, tokens)
-        for task in GROUPS["needles"]
-        for length in lengths
-        for number in range(per_task)
-    ]
-
-
-def answers(launch: Launch, asked: list[Item]) -> list[tuple[str, int]]:
-    """(answer, prompt tokens) of every item, from a server of its own."""
-    with serve(launch) as server:
-        client = Chat(server.url)
-        found: list[tuple[str, int]] = []
-        for item in asked:
-            turns = chat(item.instruction, item.context, item.question, agnostic=False)
-            answer = client.answer(turns, most_tokens(item.task))
-            found.append((answer.text, answer.prompt_tokens))
-        return found
-
-
-def longest(launch: Launch, limit: int) -> int:
-    """The longest prompt in tokens, to a multiple of 32, that is served with one token of answer."""
-    with serve(launch) as server:
-        low, high = STEP_TOKENS, limit + STEP_TOKENS
-        while high - low > STEP_TOKENS:
-            middle = (low + high) // 2 // STEP_TOKENS * STEP_TOKENS
-            low, high = (middle, high) if served(server, middle) else (low, middle)
-        return low
-
-
-def served(server: Server, tokens: int) -> bool:
-    try:
-        answer = server.generate([5 + i % 1000 for i in range(tokens)], 1, top_logprobs=1)
-    except ServerError:
-        if not server.alive():
-            raise
-        return False
-    finally:
-        server.flush_cache()
-    return len(answer.output_ids) == 1
-
-
-def kept(model: Path, plan: Path) -> Callable[[int], float]:
-    """Prompt tokens -> share of the rows that stay."""
+def kept_share(model: Path, plan: Path) -> Callable[[int], float]:
+    """Prompt tokens -> share of the rows that stay, of all layers that have a choice."""
     _, decode = retained(model, plan)
-    sizes = {layer.layer_id: layer.head_dim for layer in load_model(model).layers}
-    return lambda tokens: 1 - evicted_share(decode, sizes, tokens)
+    sizes = {
+        layer.layer_id: layer.head_dim
+        for layer in load_model(model).layers
+        if layer.native_window_tokens is None
+    }
+    chosen = {layer_id: row for layer_id, row in decode.items() if layer_id in sizes}
+    return lambda tokens: 1 - evicted_share(chosen, sizes, tokens)
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Plans of one model that answer the same questions."""
+
+    name: str  # of the figures
+    model: Path
+    per_task: int
+    dtype: str = "bfloat16"
+
+    def questions(self) -> list[Question]:
+        form = form_of("auto", str(self.model), agnostic=False)
+        return needles(self.model, form, LENGTHS, self.per_task)
+
+    def answers(self, plan: Path) -> Answers:
+        launch = Launch(
+            model=self.model,
+            kv_ir=plan,
+            dtype=self.dtype,
+            max_total_tokens=POOL_TOKENS,
+            chunked_prefill_tokens=2048,
+            threads=2,
+        )
+        return Answers(launch)
+
+    def scored(self, plan: Path) -> list[Scored]:
+        """The items that the plan and full KV have both answered."""
+        full, ours = self.answers(IDENTITY).known(), self.answers(plan).known()
+        share = kept_share(self.model, plan)
+        made: list[Scored] = []
+        for question in self.questions():
+            item, mine, base = question.item, ours.get(question.name), full.get(question.name)
+            if mine is None or base is None:
+                continue
+            made.append(
+                Scored(
+                    task=item.task,
+                    tokens=question.tokens,
+                    number=item.number,
+                    prompt_tokens=mine.prompt_tokens,
+                    evicted_share=1 - share(mine.prompt_tokens),
+                    references=item.references,
+                    answer=mine.text,
+                    score=item.score(mine.text),
+                    baseline_answer=base.text,
+                    baseline_score=item.score(base.text),
+                )
+            )
+        return made
+
+
+class Bench:
+    def __init__(self, figures: Figures, options: argparse.Namespace) -> None:
+        self.figures = figures
+        self.minutes: float = options.minutes
+        self.threads: int = options.threads
+
+    @property
+    def smollm2(self) -> Contest:
+        return Contest("headwise", model_path("smollm2"), ITEMS)
+
+    @property
+    def gemma3(self) -> Contest:
+        return Contest("gemma3", model_path("gemma3"), GEMMA_ITEMS)
+
+    def ask(self, contest: Contest, plan: Path) -> None:
+        left = contest.answers(plan).ask(contest.questions(), self.minutes, say)
+        if left:
+            say(f"{left} questions are left: run this part again")
+
+    def score(self, contest: Contest, plan: Path, name: str) -> None:
+        """Shares and scores so far; only a whole set of answers gives figures of the bench."""
+        scored, asked = contest.scored(plan), len(contest.questions())
+        if len(scored) < asked:
+            say(f"{name}: {len(scored)} of {asked} questions are answered by both")
+        if not scored:
+            return
+        rows, _ = summarise(scored)
+        for row in rows:
+            of = f" of {row.baseline.mean:.3f}" if row.baseline else ""
+            say(f"{name}: {row.task} at {row.tokens}: {row.score.mean:.3f}{of}, {row.score.items} items")
+        if len(scored) == asked:
+            share = kept_share(contest.model, plan)
+            for tokens in LENGTHS:
+                self.figures.add(f"{name}_kept_{tokens}", f"{share(tokens):.4f}")
+            self.figures.add(f"{name}_kept", f"{max(map(share, LENGTHS)):.4f}")
+            total = rows[-1]
+            assert total.baseline is not None
+            assert total.ratio is not None
+            self.figures.add(f"{name}_score", _interval(total.score))
+            self.figures.add(f"{name}_full_score", _interval(total.baseline))
+            self.figures.add(f"{name}_score_vs_full", _interval(total.ratio))
+
+    def scores(self) -> None:
+        self.score(self.smollm2, PLAN, "headwise")
+        self.score(self.smollm2, SINKLESS, "sinkless")
+
+    def oracle(self) -> None:
+        """The first question of each task and length, one by one, then the same at once."""
+        contest = replace(self.smollm2, per_task=1)
+        tokenizer = _tokenizer(contest.model)
+        prompts = [turn_ids(tokenizer, question.turns[-1]) for question in contest.questions()]
+        launch = replace(contest.answers(PLAN).launch, dtype="float32", threads=self.threads)
+        layout = plan_for_server(PLAN, contest.model, dtype="float32").layout
+        longest = max(prompts, key=len)
+        with serve(launch) as server:
+            served = [server.generate(longest, 32)]
+            held = kvir_state(server)["head_pages"]["peak_covered"]
+            served += server.generate_all([p for p in prompts if p is not longest], 32, concurrency=4)
+        say(f"{len(served)} requests served; asking the oracle")
+        planned = footprint.peak_pages(layout, len(longest) + 32)
+        self.figures.add("headwise_head_pages_of_planned", f"{held}/{planned}", ok=held == planned)
+        masks = Masks.of(plan_for_server(PLAN, contest.model, dtype="float32").budgeted)
+        agreement = check(Oracle(contest.model, masks), served, say)
+        equal = agreement.equal == agreement.tokens and not agreement.nan
+        self.figures.add("headwise_tokens_equal", f"{agreement.equal}/{agreement.tokens}", ok=equal)
+        worst = agreement.worst_logprob
+        self.figures.add("headwise_worst_logprob", f"{worst:.1e}", ok=worst <= LOGPROB_TOLERANCE)
+
+    def longest(self) -> None:
+        model = model_path("smollm2")
+        limit = load_model(model).context_tokens - 2
+        small = Launch(
+            model=model, dtype="bfloat16", threads=self.threads, max_total_tokens=LONGEST_POOL_TOKENS
+        )
+        stock = longest_prompt(small, limit)
+        ours = longest_prompt(replace(small, kv_ir=PLAN), limit)
+        share = kept_share(model, PLAN)(ours)
+        self.figures.add("longest_context_stock_tokens", stock)
+        self.figures.add("longest_context_kvir_tokens", ours)
+        self.figures.add("longest_context_kept", f"{share:.4f}")
+        self.figures.add("longest_context_vs_stock_times_kept", f"{ours / stock * share:.4f}")
+
+    def quarter(self) -> None:
+        torch.set_num_threads(self.threads)
+        model = model_path("smollm2")
+        sizes = QUARTER_TOKENS, QUARTER_NEEDLES, QUARTER_TEXTS
+        full, plan = (quality(model, file, *sizes) for file in (None, QUARTER))
+        self.figures.add("quarter_kept", f"{kept_share(model, QUARTER)(QUARTER_TOKENS):.4f}")
+        self.figures.add("quarter_needles_aware", f"{plan.aware:.3f} (full KV {full.aware:.3f})")
+        self.figures.add("quarter_needles_agnostic", f"{plan.agnostic:.3f} (full KV {full.agnostic:.3f})")
+        self.figures.add("quarter_loss_over_full", f"{plan.loss - full.loss:.4f}")
+
+    def gemma(self) -> None:
+        model = model_path("gemma3")
+        prompt = [*_tokenizer(model)("").input_ids, *token_stream(model)]
+        prompt = prompt[: GEMMA_TOKENS - GEMMA_NEW_TOKENS]
+        launch = Launch(
+            model=model,
+            max_total_tokens=GEMMA_TOKENS + 1024,
+            chunked_prefill_tokens=1024,
+            threads=self.threads,
+        )
+        stock = gemma.stock(launch, prompt, GEMMA_NEW_TOKENS)
+        say(f"stock answered: {stock.answer.text!r}")
+        ours = gemma.kvir(replace(launch, kv_ir=IDENTITY), prompt, GEMMA_NEW_TOKENS)
+        pairs = list(zip(ours.answer.output_ids, stock.answer.output_ids, strict=True))
+        equal = sum(a == b for a, b in pairs)
+        self.figures.add("gemma3_tokens_equal", f"{equal}/{len(pairs)}", ok=equal == len(pairs))
+        logprobs = zip(ours.answer.logprobs, stock.answer.logprobs, strict=True)
+        worst = max(abs(a - b) for a, b in logprobs)
+        self.figures.add("gemma3_worst_logprob", f"{worst:.1e}", ok=worst <= LOGPROB_TOLERANCE)
+        self.figures.add("gemma3_resident_bytes", ours.bytes_held)
+        self.figures.add("gemma3_stock_bytes", stock.bytes_held)
+        self.figures.add("gemma3_resident_vs_stock", f"{ours.bytes_held / stock.bytes_held:.4f}")
+
+    def parts(self) -> dict[str, Callable[[], None]]:
+        return {
+            "score:full": lambda: self.ask(self.smollm2, IDENTITY),
+            "score:plan": lambda: self.ask(self.smollm2, PLAN),
+            "score:sinkless": lambda: self.ask(self.smollm2, SINKLESS),
+            "score": self.scores,
+            "oracle": self.oracle,
+            "longest": self.longest,
+            "quarter": self.quarter,
+            "gemma": self.gemma,
+            "gemma:full": lambda: self.ask(self.gemma3, IDENTITY),
+            "gemma:plan": lambda: self.ask(self.gemma3, GEMMA_PLAN),
+            "gemma:score": lambda: self.score(self.gemma3, GEMMA_PLAN, "gemma3"),
+        }
+
+
+def _interval(mean: Mean) -> str:
+    return f"{mean.mean:.4f} [{mean.low:.3f}, {mean.high:.3f}]"
+
+
+def _tokenizer(model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--plan", type=Path, default=ROOT / "examples/headwise_smollm2.ir")
-    parser.add_argument("--items", type=count, default=20)
-    parser.add_argument("--lengths", type=numbers, default=(2048, 4096))
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--only", choices=("score", "longest"), help="a part of it")
-    args = parser.parse_args()
-    model = model_path("smollm2")
-    share = kept(model, args.plan)
-    print(f"bench: headwise_kept = {share(max(args.lengths)):.4f}")
-    if args.only != "longest":
-        score(args, model)
-    if args.only != "score":
-        context = load_model(model).context_tokens - 2
-        pool = {"model": model, "dtype": args.dtype, "max_total_tokens": POOL_TOKENS}
-        stock, ours = longest(Launch(**pool), context), longest(Launch(**pool, kv_ir=args.plan), context)
-        print(f"bench: longest_context_stock_tokens = {stock}")
-        print(f"bench: longest_context_kvir_tokens = {ours}")
-        print(f"bench: longest_context_vs_stock_times_kept = {ours / stock * share(ours):.4f}")
-
-
-def score(args: argparse.Namespace, model: Path) -> None:
-    asked = items(model, args.lengths, args.items)
-    full = answers(Launch(model=model, dtype=args.dtype, threads=2), asked)
-    ours = answers(Launch(model=model, dtype=args.dtype, threads=2, kv_ir=args.plan), asked)
-    scored = [
-        Scored(
-            task=item.task,
-            tokens=item.tokens,
-            number=item.number,
-            prompt_tokens=tokens,
-            evicted_share=None,
-            references=item.references,
-            answer=answer,
-            score=item.score(answer),
-            baseline_answer=baseline,
-            baseline_score=item.score(baseline),
-        )
-        for item, (answer, tokens), (baseline, _) in zip(asked, ours, full, strict=True)
-    ]
-    total = summarise(scored)[0][-1]
-    assert total.baseline is not None
-    print(f"bench: headwise_score = {total.score.mean:.4f} [{total.score.low:.3f}, {total.score.high:.3f}]")
-    print(
-        f"bench: full_score = {total.baseline.mean:.4f} [{total.baseline.low:.3f}, {total.baseline.high:.3f}]"
+    parser.add_argument("parts", nargs="*", help="what to run (all)")
+    parser.add_argument("--list", action="store_true", help="names of the parts")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="of asking, in one part (no limit)"
     )
-    if total.ratio is not None:
-        print(f"bench: headwise_score_vs_full = {total.ratio.mean:.4f}")
-        print(f"bench: headwise_score_vs_full_interval = {total.ratio.low:.3f}..{total.ratio.high:.3f}")
+    parser.add_argument("--threads", type=int, default=2, help="OpenMP threads of servers and masks (2)")
+    options = parser.parse_args()
+    figures = Figures()
+    available = Bench(figures, options).parts()
+    if options.list:
+        print("\n".join(available))
+        return
+    if unknown := [part for part in options.parts if part not in available]:
+        parser.error(f"no such part: {', '.join(unknown)}; --list names them")
+    for part in options.parts or available:
+        say(part)
+        try:
+            available[part]()
+        except ServerError as error:
+            say(str(error))
+            figures.add(f"{part.replace(':', '_')}_server", "failed", ok=False)
+    figures.show()
+    sys.exit(0 if figures.ok else 1)
 
 
 if __name__ == "__main__":

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvir.calibration.candidates import FULL, Candidate
+from kvir.evals.prompts import Turn, turn_ids
 
-READ = "I will ask about this text next."
-ACKNOWLEDGED = "I have read the text."
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvir.calibration.harness import Attention
+    from kvir.calibration.interface import AttentionCall
+
 TIMEOUT_S = 1800.0
-
-
-class Message(TypedDict):
-    role: str
-    content: str
 
 
 class EvalError(Exception):
@@ -30,28 +30,17 @@ class Answer:
 
 
 class Answerer(Protocol):
-    """Answers chats greedily."""
+    """Answers greedily: a chat in full, a text to the end of the line."""
 
     name: str
 
-    def answer(self, turns: Sequence[Sequence[Message]], most_tokens: int) -> Answer:
-        """The answer to the last of `turns`; each is a whole chat that goes on from the one before."""
+    def answer(self, turns: Sequence[Turn], most_tokens: int) -> Answer:
+        """The answer to the last of `turns`; each holds all that is said up to then."""
         ...
 
 
-def chat(instruction: str, context: str, question: str, *, agnostic: bool) -> list[list[Message]]:
-    """The chats of an item: one with all in it; or the context first, and the question in a second turn."""
-    if not agnostic:
-        return [[{"role": "user", "content": f"{instruction}\n\n{context}\n\n{question}"}]]
-    first: Message = {"role": "user", "content": f"{instruction}\n\n{context}\n\n{READ}"}
-    return [
-        [first],
-        [first, {"role": "assistant", "content": ACKNOWLEDGED}, {"role": "user", "content": question}],
-    ]
-
-
 class Server:
-    """A server with `/v1/chat/completions`."""
+    """A server with `/v1/chat/completions` and `/v1/completions`."""
 
     def __init__(self, url: str, *, key: str | None = None) -> None:
         """Raises EvalError when nothing answers there."""
@@ -63,20 +52,19 @@ class Server:
         self._client = httpx.Client(base_url=base, headers=headers, timeout=TIMEOUT_S, trust_env=False)
         self.model = str(self._call("GET", "/v1/models", None)["data"][0]["id"])
 
-    def answer(self, turns: Sequence[Sequence[Message]], most_tokens: int) -> Answer:
-        for chat in turns[:-1]:  # the server reads the context before it can know the question
-            self._complete(chat, 1)
+    def answer(self, turns: Sequence[Turn], most_tokens: int) -> Answer:
+        for turn in turns[:-1]:  # the server reads the context before it can know the question
+            self._complete(turn, 1)
         return self._complete(turns[-1], most_tokens)
 
-    def _complete(self, messages: Sequence[Message], most_tokens: int) -> Answer:
-        body = {
-            "model": self.model,
-            "messages": list(messages),
-            "temperature": 0,
-            "max_tokens": most_tokens,
-        }
-        found = self._call("POST", "/v1/chat/completions", body)
-        text = found["choices"][0]["message"]["content"] or ""
+    def _complete(self, turn: Turn, most_tokens: int) -> Answer:
+        body = {"model": self.model, "temperature": 0, "max_tokens": most_tokens}
+        if isinstance(turn, str):
+            found = self._call("POST", "/v1/completions", {**body, "prompt": turn, "stop": "\n"})
+            text = found["choices"][0]["text"]
+        else:
+            found = self._call("POST", "/v1/chat/completions", {**body, "messages": turn})
+            text = found["choices"][0]["message"]["content"] or ""
         return Answer(text, int(found.get("usage", {}).get("prompt_tokens", 0)))
 
     def _call(self, method: str, path: str, body: object) -> Any:
@@ -103,41 +91,54 @@ class Local:
         from kvir.calibration.harness import Harness
 
         self.name = f"{folder.name} with {plan.name}" if plan else f"{folder.name}, full KV"
-        self._harness = Harness(folder, device=device, dtype=getattr(torch, dtype))
+        self.harness = Harness(folder, device=device, dtype=getattr(torch, dtype))
         self._prefill = self._decode = {
-            layer.layer_id: [FULL] * layer.kv_heads for layer in self._harness.facts.layers
+            layer.layer_id: [FULL] * layer.kv_heads for layer in self.harness.facts.layers
         }
         if plan is not None:
             self._prefill, self._decode = retained(folder, plan)
 
-    def answer(self, turns: Sequence[Sequence[Message]], most_tokens: int) -> Answer:
+    def answer(self, turns: Sequence[Turn], most_tokens: int) -> Answer:
         import torch
+        from transformers import StoppingCriteriaList
 
-        from kvir.calibration.attend import attend_phases
-        from kvir.calibration.interface import AttentionCall
         from kvir.calibration.samples import common_length
 
-        tokenizer = self._harness.tokenizer
-        whole = self._ids(turns[-1])
+        tokenizer, plain = self.harness.tokenizer, isinstance(turns[-1], str)
+        whole = turn_ids(tokenizer, turns[-1])
         # what a first turn has read is cut before the second begins
-        first = self._ids(turns[0], answered=True) if len(turns) > 1 else whole
-        prompt_tokens = common_length(first, whole)
-        ids = torch.tensor([whole], device=self._harness.device)
+        first = turn_ids(tokenizer, turns[0], asks=False) if len(turns) > 1 else whole
+        attention = self._attention(common_length(first, whole))
+        ids = torch.tensor([whole], device=self.harness.device)
 
-        def attention(call: AttentionCall) -> torch.Tensor:
+        def line_ends(made: Any, scores: Any, **_: Any) -> torch.Tensor:
+            return torch.tensor([plain and "\n" in tokenizer.decode(made[0, -1])], device=made.device)
+
+        with torch.no_grad(), self.harness.calls_go_to(attention):
+            out = self.harness.model.generate(
+                ids,
+                max_new_tokens=most_tokens,
+                do_sample=False,
+                pad_token_id=tokenizer.eos_token_id,
+                stopping_criteria=StoppingCriteriaList([line_ends]),
+            )
+        text: str = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        return Answer(text.split("\n")[0] if plain else text, ids.shape[1])
+
+    def loss(self, ids: Sequence[int], start: int) -> float:
+        """Mean nats per token of `ids[start:]`; what comes before it is the prompt."""
+        hidden = self.harness.hidden(ids, self._attention(start))
+        return self.harness.loss(hidden, ids, start - 1)
+
+    def _attention(self, prompt_tokens: int) -> Attention:
+        """Queries at positions below `prompt_tokens` obey the prefill phase, later ones decode."""
+        from kvir.calibration.attend import attend_phases
+
+        def attention(call: AttentionCall) -> Tensor:
             prefill, decode = self._prefill[call.layer_id], self._decode[call.layer_id]
             return attend_phases(call, prefill, decode, prompt_tokens)
 
-        with torch.no_grad(), self._harness.calls_go_to(attention):
-            out = self._harness.model.generate(
-                ids, max_new_tokens=most_tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id
-            )
-        return Answer(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True), ids.shape[1])
-
-    def _ids(self, messages: Sequence[Message], *, answered: bool = False) -> list[int]:
-        tokenizer, chat = self._harness.tokenizer, list(messages)
-        text = tokenizer.apply_chat_template(chat, add_generation_prompt=not answered, tokenize=False)
-        return list(tokenizer(text, add_special_tokens=False).input_ids)
+        return attention
 
 
 Retained = dict[int, list[Candidate]]  # layer_id -> what each KV head keeps

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvir import __version__
-from kvir.evals.answers import Answerer, EvalError, Local, Server, chat, evicted_share, retained
+from kvir.evals.answers import Answerer, EvalError, Local, Server, evicted_share, retained
 from kvir.evals.outcome import Mean, Outcome, Row, Scored, summarise
+from kvir.evals.prompts import Form, Prompt, turn_ids
 from kvir.evals.tasks import GROUPS, NEEDS_TEXT, TASKS, Item, make, paragraphs
 from kvir.lowering.plan_file import write_atomically
 
@@ -34,7 +36,8 @@ def evaluate(args: argparse.Namespace) -> None:
     """
     tasks = _tasks(args)
     text = paragraphs(Path(args.text).read_text(encoding="utf-8")) if args.text else []
-    count = prompt_counter(args.model, agnostic=args.agnostic)
+    form = form_of(args.prompts, args.model, agnostic=args.agnostic)
+    count = prompt_counter(args.model, form)
     try:
         items = [
             make(task, tokens - most_tokens(task), number, args.seed, text, count)
@@ -47,12 +50,13 @@ def evaluate(args: argparse.Namespace) -> None:
     lengths = [tokens for _ in tasks for tokens in args.lengths for _ in range(args.items)]
     evicted = _evicted(args)
     answerer, baseline = _answerers(args)
-    scored = _run(args, items, lengths, answerer, baseline, evicted)
+    scored = _run(args, form, items, lengths, answerer, baseline, evicted)
     rows, cut = summarise(scored)
     settings = {
         "answers": answerer.name,
         "baseline": baseline.name if baseline else None,
         **{name: getattr(args, name) for name in ("tasks", "lengths", "items", "seed", "agnostic", "plan")},
+        "prompts": "chat" if form.chat else "plain",
         "text": Path(args.text).name if args.text else None,
     }
     outcome = Outcome(
@@ -87,20 +91,26 @@ def most_tokens(task: str) -> int:
     return SHORT_ANSWER_TOKENS if short else LONG_ANSWER_TOKENS
 
 
-def prompt_counter(model: str | None, *, agnostic: bool) -> Callable[[str, str, str], int]:
+def form_of(prompts: str, model: str | None, *, agnostic: bool) -> Form:
+    """`auto` is a chat unless the model's tokenizer has no template for one."""
+    if prompts == "auto":
+        return Form(model is None or _tokenizer(model).chat_template is not None, agnostic)
+    return Form(prompts == "chat", agnostic)
+
+
+def prompt_counter(model: str | None, form: Form) -> Callable[[Prompt], int]:
     """Tokens of the whole prompt of an item."""
     if model is None:
-        return lambda *parts: sum(map(len, parts)) // CHARACTERS_PER_TOKEN
+        return lambda p: len(p.instruction + p.context + p.question) // CHARACTERS_PER_TOKEN
+    tokenizer = _tokenizer(model)
+    return lambda prompt: len(turn_ids(tokenizer, form.turns(prompt)[-1]))
+
+
+@cache
+def _tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
-
-    def count(instruction: str, context: str, question: str) -> int:
-        last = list(chat(instruction, context, question, agnostic=agnostic)[-1])
-        text = tokenizer.apply_chat_template(last, add_generation_prompt=True, tokenize=False)
-        return len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-
-    return count
+    return AutoTokenizer.from_pretrained(model)
 
 
 def _evicted(args: argparse.Namespace) -> Callable[[int], float | None]:
@@ -135,6 +145,7 @@ def _answerers(args: argparse.Namespace) -> tuple[Answerer, Answerer | None]:
 
 def _run(
     args: argparse.Namespace,
+    form: Form,
     items: Sequence[Item],
     lengths: Sequence[int],
     answerer: Answerer,
@@ -143,7 +154,7 @@ def _run(
 ) -> list[Scored]:
     def one(pair: tuple[Item, int]) -> Scored:
         item, tokens = pair
-        turns = chat(item.instruction, item.context, item.question, agnostic=args.agnostic)
+        turns = form.turns(item.prompt)
         most = most_tokens(item.task)
         found = answerer.answer(turns, most)
         other = baseline.answer(turns, most) if baseline else None

@@ -47,6 +47,12 @@ def add_eval(commands: Any) -> None:
         action="store_true",
         help="the question comes in a second turn, after the context was read",
     )
+    what.add_argument(
+        "--prompts",
+        choices=("auto", "chat", "plain"),
+        default="auto",
+        help="plain: a text to go on with; auto: plain if the tokenizer of --model has no chat template",
+    )
     out = p.add_argument_group("output and execution")
     out.add_argument("-o", "--output", metavar="JSON", help="every item, answer and score")
     out.add_argument("--concurrency", type=count, metavar="N", default=4, help="requests at a time")

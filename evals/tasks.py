@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvir.evals.prompts import Prompt
 from kvir.evals.words import NOISE, keys, numbers, words
 
 NEEDLES = 4  # hidden per context where a task hides several
@@ -26,10 +27,15 @@ class Draft:
 
     instruction: str
     question: str
+    lead: str
     references: tuple[str, ...]
     rule: Literal["all", "any"]
     place: Callable[[Sequence[str]], str]  # filler -> context
     filler: Sequence[str]  # as much as there is; the first of it is used
+
+    def prompt(self, pieces: int) -> Prompt:
+        """With so many pieces of the filler."""
+        return Prompt(self.instruction, self.place(self.filler[:pieces]), self.question, self.lead)
 
 
 @dataclass(frozen=True)
@@ -39,9 +45,7 @@ class Item:
     task: str
     tokens: int  # asked for
     number: int
-    instruction: str
-    context: str
-    question: str
+    prompt: Prompt
     references: tuple[str, ...]
     rule: Literal["all", "any"]
 
@@ -90,47 +94,54 @@ def _needles(
     filler: Sequence[str],
     facts: Sequence[tuple[str, str]],
     question: str,
+    lead: str,
     answers: Sequence[str],
 ) -> Draft:
     lines = [_hidden(key, value) for key, value in facts]
     rng.shuffle(lines)
-    return Draft(MEMORISE, question, tuple(answers), "all", _scattered(rng, lines), filler)
+    return Draft(MEMORISE, question, lead, tuple(answers), "all", _scattered(rng, lines), filler)
+
+
+def _one(key: str) -> tuple[str, str]:
+    """Question for the number of a key, and how an answer begins."""
+    what = f"the special magic number for {key}"
+    return f"What is {what}?", f"T{what[1:]} is"
 
 
 def passkey(rng: random.Random, filler: Sequence[str]) -> Draft:
     """One number in noise (RULER's first needle)."""
     (key,), (value,) = keys(rng, 1), numbers(rng, 1)
     noise = [NOISE] * (len(filler) * 8 + 64)
-    return _needles(rng, noise, [(key, value)], f"What is the special magic number for {key}?", [value])
+    return _needles(rng, noise, [(key, value)], *_one(key), [value])
 
 
 def single(rng: random.Random, filler: Sequence[str]) -> Draft:
     """One number in the text."""
     (key,), (value,) = keys(rng, 1), numbers(rng, 1)
-    return _needles(rng, filler, [(key, value)], f"What is the special magic number for {key}?", [value])
+    return _needles(rng, filler, [(key, value)], *_one(key), [value])
 
 
 def multi_key(rng: random.Random, filler: Sequence[str]) -> Draft:
     """One number among those of other keys."""
     facts = list(zip(keys(rng, 1 + DISTRACTORS), numbers(rng, 1 + DISTRACTORS), strict=True))
     key, value = rng.choice(facts)
-    return _needles(rng, filler, facts, f"What is the special magic number for {key}?", [value])
+    return _needles(rng, filler, facts, *_one(key), [value])
 
 
 def multi_value(rng: random.Random, filler: Sequence[str]) -> Draft:
     """All numbers of one key."""
     (key,), values = keys(rng, 1), numbers(rng, NEEDLES)
     question = f"What are all {NEEDLES} special magic numbers for {key}? List them all."
-    return _needles(rng, filler, [(key, value) for value in values], question, values)
+    lead = f"The {NEEDLES} special magic numbers for {key} are"
+    return _needles(rng, filler, [(key, value) for value in values], question, lead, values)
 
 
 def multi_query(rng: random.Random, filler: Sequence[str]) -> Draft:
     """The numbers of several keys at once."""
     names, values = keys(rng, NEEDLES), numbers(rng, NEEDLES)
-    question = (
-        f"What are the special magic numbers for {', '.join(names[:-1])} and {names[-1]}? List them all."
-    )
-    return _needles(rng, filler, list(zip(names, values, strict=True)), question, values)
+    what = f"he special magic numbers for {', '.join(names[:-1])} and {names[-1]}"
+    question, lead = f"What are t{what}? List them all.", f"T{what} are"
+    return _needles(rng, filler, list(zip(names, values, strict=True)), question, lead, values)
 
 
 def variables(rng: random.Random, filler: Sequence[str]) -> Draft:
@@ -143,7 +154,8 @@ def variables(rng: random.Random, filler: Sequence[str]) -> Draft:
         f"Which variables have the value {value}, directly or through other variables? List all their names."
     )
     instruction = "The text hides assignments to variables. " + INSTRUCTION
-    return Draft(instruction, question, tuple(names), "all", _scattered(rng, lines), filler)
+    lead = f"The variables that have the value {value} are"
+    return Draft(instruction, question, lead, tuple(names), "all", _scattered(rng, lines), filler)
 
 
 def common_words(rng: random.Random, filler: Sequence[str]) -> Draft:
@@ -161,8 +173,8 @@ def common_words(rng: random.Random, filler: Sequence[str]) -> Draft:
         return " ".join(f"{i}. {word}" for i, word in enumerate(listed, start=1))
 
     instruction = "Below is a numbered list of words; some appear more often than others. " + INSTRUCTION
-    question = "What are the 5 most common words of the list?"
-    return Draft(instruction, question, tuple(common), "all", place, ["ten words"] * 4000)
+    question, lead = "What are the 5 most common words of the list?", "The 5 most common words are"
+    return Draft(instruction, question, lead, tuple(common), "all", place, ["ten words"] * 4000)
 
 
 def frequent_words(rng: random.Random, filler: Sequence[str]) -> Draft:
@@ -178,8 +190,8 @@ def frequent_words(rng: random.Random, filler: Sequence[str]) -> Draft:
         return " ".join(text)
 
     instruction = "The text is coded; ignore what it might mean. " + INSTRUCTION
-    question = "What are the 3 most frequent words of the coded text?"
-    return Draft(instruction, question, tuple(coded[:3]), "all", place, ["ten words"] * 4000)
+    question, lead = "What are the 3 most frequent words of the coded text?", "The 3 most frequent words are"
+    return Draft(instruction, question, lead, tuple(coded[:3]), "all", place, ["ten words"] * 4000)
 
 
 _NUMBER = re.compile(r"(?<![\d.,])\d{2,4}(?![\d,.]*\d)")
@@ -199,7 +211,8 @@ def reading(rng: random.Random, filler: Sequence[str]) -> Draft:
     gap = _NUMBER.sub("____", sentence)
     others = [p for i, p in enumerate(filler) if i != index and number not in p]
     question = f"Which number stands in the text where this sentence has a gap? {gap}"
-    return Draft(INSTRUCTION, question, (number,), "any", _scattered(rng, [filler[index]]), others)
+    lead = "The number is"
+    return Draft(INSTRUCTION, question, lead, (number,), "any", _scattered(rng, [filler[index]]), others)
 
 
 Task = Callable[[random.Random, Sequence[str]], Draft]
@@ -222,12 +235,11 @@ NEEDS_TEXT = frozenset({"single", "multi-key", "multi-value", "multi-query", "va
 
 
 def make(
-    task: str, tokens: int, number: int, seed: int, text: Sequence[str], count: Callable[[str, str, str], int]
+    task: str, tokens: int, number: int, seed: int, text: Sequence[str], count: Callable[[Prompt], int]
 ) -> Item:
     """The `number`-th item of a task, its prompt as long as fits in `tokens`.
 
-    `count` gives the tokens of a prompt from instruction, context and question.  The same seed, task and
-    number give the same facts at every length.
+    `count` gives the tokens of a prompt.  The same seed, task and number give the same facts at every length.
 
     Raises:
         ValueError: the text is too short, or `tokens` hold not even the facts.
@@ -237,7 +249,7 @@ def make(
     draft = TASKS[task](rng, [*text[start:], *text[:start]])
 
     def size(units: int) -> int:
-        return count(draft.instruction, draft.place(draft.filler[:units]), draft.question)
+        return count(draft.prompt(units))
 
     low, high = 2, 4  # the largest count of fillers that fits lies in [low, high)
     if size(low) > tokens:
@@ -250,13 +262,4 @@ def make(
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if size(middle) <= tokens else (low, middle)
-    return Item(
-        task,
-        tokens,
-        number,
-        draft.instruction,
-        draft.place(draft.filler[:low]),
-        draft.question,
-        draft.references,
-        draft.rule,
-    )
+    return Item(task, tokens, number, draft.prompt(low), draft.references, draft.rule)

@@ -16,7 +16,7 @@ from kvir.cli import main
 from kvir.evals.outcome import Scored, bootstrap, summarise
 from support.tiny import tiny_model
 
-Requests = list[list[dict[str, str]]]
+Requests = list[Any]
 
 
 @pytest.fixture
@@ -33,10 +33,14 @@ def servers() -> Iterator[Callable[[Callable[[str], str]], tuple[str, Requests]]
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                seen.append(body["messages"])
-                told = "\n".join(message["content"] for message in body["messages"])
-                message = {"content": reply(told)}
-                self._send({"choices": [{"message": message}], "usage": {"prompt_tokens": len(told)}})
+                if "prompt" in body:
+                    told, choice = body["prompt"], {"text": reply(body["prompt"])}
+                    seen.append(body["prompt"])
+                else:
+                    told = "\n".join(message["content"] for message in body["messages"])
+                    choice = {"message": {"content": reply(told)}}
+                    seen.append(body["messages"])
+                self._send({"choices": [choice], "usage": {"prompt_tokens": len(told)}})
 
             def _send(self, answer: dict[str, Any]) -> None:
                 data = json.dumps(answer).encode()
@@ -94,6 +98,27 @@ def test_agnostic_means_that_the_context_is_read_before_the_question(servers: An
         assert second[0] == first[0]
         assert "What is the special" not in first[0]["content"]
         assert "What is the special" in second[2]["content"]
+
+
+def test_plain_prompts_are_texts_to_go_on_with(servers: Any, tmp_path: Path) -> None:
+    url, seen = servers(everything)
+    output = tmp_path / "eval.json"
+    options = ["--tasks", "passkey", "--lengths", "400", "--items", "2", "--prompts", "plain"]
+    assert main(["eval", "--url", url, *options, "-o", str(output)]) == 0
+    assert all(text.split("Answer: ")[-1].startswith("The special magic number for") for text in seen)
+    found = json.loads(output.read_text())
+    assert found["settings"]["prompts"] == "plain"
+    assert found["rows"][-1]["score"]["mean"] == 1.0
+
+
+def test_a_model_without_a_chat_template_is_asked_in_plain_text(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model", "gemma3")
+    output = tmp_path / "eval.json"
+    options = ["--tasks", "passkey", "--lengths", "700", "--items", "1", "-o", str(output)]
+    assert main(["eval", "--model", str(model), *options]) == 0
+    found = json.loads(output.read_text())
+    assert found["settings"]["prompts"] == "plain"
+    assert "\n" not in found["items"][0]["answer"]
 
 
 def test_a_local_model_under_masks_counts_what_was_evicted(tmp_path: Path) -> None:

