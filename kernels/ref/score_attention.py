@@ -82,9 +82,17 @@ def window_weights(spec: Attention, inputs: ScoreInputs) -> Tensor:
     if spec.softmax == "candidates":
         hidden[:, : inputs.candidates[0]] = True
         hidden[:, inputs.candidates[1] :] = True
-    weights = torch.softmax(logits.float().masked_fill(hidden, -torch.inf), dim=-1)
-    # a query before every candidate gives no weight, where all candidates share the mass
-    return weights.masked_fill(hidden.all(dim=-1)[:, None], 0).to(logits.dtype)
+    kind, logits = logits.dtype, logits.float()
+    # only the last columns have a hidden place, as a rule: the others are not touched
+    columns = hidden.any(dim=0).nonzero()[:, 0]
+    if len(columns):
+        first = int(columns[0])
+        logits[..., first:].masked_fill_(hidden[:, first:], -torch.inf)  # its own tensor: in place
+    weights = torch.softmax(logits, dim=-1)
+    blind = hidden.all(dim=-1)
+    if blind.any():  # a query before every candidate gives no weight, where all candidates share the mass
+        weights = weights.masked_fill(blind[:, None], 0)
+    return weights.to(kind)
 
 
 def observed(inputs: ScoreInputs, window: int) -> tuple[Tensor, Tensor]:
@@ -163,7 +171,7 @@ def _over_queries(weights: Tensor, spec: Attention) -> Tensor:
         case "max":
             joined = weights.amax(dim=2)
         case "l2":
-            joined = torch.linalg.vector_norm(weights, dim=2)
+            joined = weights.square().sum(dim=2).sqrt()
         case "squares":
             joined = weights.square().sum(dim=2)
         case _:
