@@ -132,7 +132,8 @@ class RowSelection:
                     )
                     held[head] = extended(old, k[part, head], v[part, head], block.start)
                 memory.remember(q[part])
-                if block.ends:
+                # before the first block that can drop rows, a prefix hit may have left too few queries
+                if block.ends and block.stop >= work.state.published_tokens:
                     offered = self._offer(work, call, memory, number, held, block.stop)
                     for (_, head), kept in choose(each.rule, [offered], each.governed, prompt).items():
                         held[head] = left(held[head], kept)
