@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvir.calibration.harness import CalibrationError, Harness
-from kvir.calibration.polykv.allocate import Curve, allocate, error_at, hull
+from kvir.calibration.polykv.allocate import Curve, allocate
 from kvir.calibration.polykv.result import UnitChoice
 from kvir.calibration.polykv.signals import LayerSignals, Setting
 
@@ -16,12 +16,9 @@ def share_out(
     measured: Sequence[LayerSignals],
     routed: Sequence[Sequence[int]],
     budget: float,
-    rounds: int,
 ) -> tuple[tuple[UnitChoice, ...], ...]:
-    """Methods and rows [layer][unit]: the least sum of errors over the residual stream at the budget.
-
-    `rounds`: at most so often, each unit takes the method of least error at what it was given, and budgets
-    are shared out again; neither step can raise the sum.
+    """Rows for the chosen methods [layer][unit]: the least sum of errors over the residual stream at the
+    budget.
 
     Raises:
         CalibrationError: the minimums alone cost more.
@@ -38,26 +35,13 @@ def share_out(
         errors = [at_budget[u] for at_budget in measured[index].residual[method]]
         return Curve(rows, tuple(errors), prices[unit])
 
-    def spend(methods: Sequence[int]) -> list[int]:
-        limit = int(budget * context * sum(prices))
-        given = allocate([curve(unit, method) for unit, method in enumerate(methods)], limit)
-        if given is None:
-            raise CalibrationError(
-                f"a budget of {budget:.1%} is less than the minimum of {rows[0]} rows each: raise --budget "
-                "or lower --minimum"
-            )
-        return given
-
-    def best(unit: int, rows: int) -> int:
-        every = range(len(setting.methods))
-        return min(every, key=lambda method: (error_at(hull(curve(unit, method)), rows), method))
-
     chosen = [method for row in routed for method in row]
-    given = spend(chosen)
-    for _ in range(rounds):
-        better = [best(unit, rows) for unit, rows in enumerate(given)]
-        if better == chosen:
-            break
-        chosen, given = better, spend(better)
+    limit = int(budget * context * sum(prices))
+    given = allocate([curve(unit, method) for unit, method in enumerate(chosen)], limit)
+    if given is None:
+        raise CalibrationError(
+            f"a budget of {budget:.1%} is less than the minimum of {rows[0]} rows each: raise --budget or "
+            "lower --minimum"
+        )
     found = iter([UnitChoice(method, rows) for method, rows in zip(chosen, given, strict=True)])
     return tuple(tuple(next(found) for _ in row) for row in routed)

@@ -62,7 +62,6 @@ def calibrate_polykv(args: argparse.Namespace) -> None:
         recent_tokens=args.recent,
         shares=args.budgets,
         minimum_rows=args.minimum,
-        rounds=args.rounds,
         held_out_samples=args.held_out_samples,
         seed=args.seed,
         dtype=args.dtype,

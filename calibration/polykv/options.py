@@ -90,13 +90,6 @@ def _add(p: argparse.ArgumentParser) -> None:
     choice.add_argument(
         "--minimum", type=count, metavar="N", help="least rows of a head; default: sinks and recent rows"
     )
-    choice.add_argument(
-        "--rounds",
-        type=count,
-        metavar="N",
-        default=8,
-        help="so often methods are chosen anew at the budgets found, while that helps; 0 is the paper",
-    )
     add_validation(p, samples=4)
     add_output(p)
     add_execution(p)
@@ -114,7 +107,6 @@ _REPORTED = (
         "recent",
         "budgets",
         "minimum",
-        "rounds",
     ),
     *("held_out", "held_out_samples", "name", "dtype", "grid", "picture", "output"),
 )

@@ -30,7 +30,6 @@ class Inputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     retrieval_samples: int
     retrieval_weight: float
     query_stride: int
-    rounds: int
     held_out: str
     held_out_samples: int
     seed: int

@@ -46,7 +46,6 @@ class Request:
     recent_tokens: int
     shares: tuple[float, ...]
     minimum_rows: int | None
-    rounds: int
     held_out_samples: int
     seed: int
     dtype: str
@@ -102,7 +101,7 @@ def calibrate(
     memo.get("replay", lambda: replay(harness, samples[0].ids))
     steps = len(harness.configurable) * len(samples)
     measured, routed = signals(harness, model, setting, samples, memo, bar.phase("signals", steps))
-    choices = share_out(harness, setting, measured, routed, request.budget, request.rounds)
+    choices = share_out(harness, setting, measured, routed, request.budget)
     found = PolyCalibration(
         kind="polykv",
         format=FORMAT,
@@ -219,7 +218,6 @@ def _inputs(harness: Harness, request: Request, text: Text, held_out: Text | Non
         retrieval_samples=request.retrieval_samples,
         retrieval_weight=request.retrieval_weight,
         query_stride=request.query_stride,
-        rounds=request.rounds,
         held_out=held_out[0] if held_out else "what follows in the same text",
         held_out_samples=request.held_out_samples,
         seed=request.seed,

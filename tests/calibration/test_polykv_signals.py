@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 from kvir.calibration.harness import Harness, keep_everything
 from kvir.calibration.interface import AttentionCall
 from kvir.calibration.memo import Memo
+from kvir.calibration.polykv.allocate import Curve, error_at, hull
 from kvir.calibration.polykv.budgets import share_out
 from kvir.calibration.polykv.kept import Model, kept_rows
 from kvir.calibration.polykv.methods import find
@@ -162,22 +164,24 @@ def test_the_least_error_is_chosen_and_the_first_of_equals() -> None:
     assert choose(LayerSignals([[[1.0]], [[1.0]]], []), 0) == [0]
 
 
-def test_rounds_never_raise_the_error(harness: Harness, model: Model, samples: list[Sample]) -> None:
+def test_rows_go_where_they_help_most(harness: Harness, model: Model, samples: list[Sample]) -> None:
     setting = setting_of("head")
     measured, routed = signals(harness, model, setting, samples, Memo(None, {}), lambda: None)
-    from kvir.calibration.polykv.allocate import Curve, error_at, hull
-
-    def total(rounds: int) -> float:
-        found = share_out(harness, setting, measured, routed, 0.3, rounds)
-        rows = [c.rows for row in found for c in row]
-        assert sum(rows) <= 0.3 * PROMPT * 6
-        assert min(rows) >= round(0.1 * PROMPT)
-        budgets = tuple(round(share * PROMPT) for share in setting.shares)
-        return sum(
-            error_at(hull(Curve(budgets, tuple(at[u] for at in measured[i].residual[c.method]))), c.rows)
-            for i, row in enumerate(found)
-            for u, c in enumerate(row)
-        )
-
-    assert total(0) >= total(1) - 1e-12
-    assert total(1) >= total(8) - 1e-12
+    found = share_out(harness, setting, measured, routed, 0.3)
+    assert [[choice.method for choice in row] for row in found] == routed
+    rows = [choice.rows for row in found for choice in row]
+    assert 0.3 * PROMPT * 6 - 1 <= sum(rows) <= 0.3 * PROMPT * 6
+    assert min(rows) >= round(0.1 * PROMPT)
+    budgets = tuple(round(share * PROMPT) for share in setting.shares)
+    hulls = [
+        hull(Curve(budgets, tuple(at_budget[u] for at_budget in measured[i].residual[m])))
+        for i, row in enumerate(routed)
+        for u, m in enumerate(row)
+    ]
+    total = sum(error_at(one, n) for one, n in zip(hulls, rows, strict=True))
+    for give, take in itertools.permutations(range(6), 2):
+        moved = list(rows)
+        moved[give], moved[take] = moved[give] - 1, moved[take] + 1
+        if moved[give] >= budgets[0] and moved[take] <= PROMPT:
+            other = sum(error_at(one, n) for one, n in zip(hulls, moved, strict=True))
+            assert total <= other + 1e-12, "an exchange of rows lowers the sum"
