@@ -144,10 +144,11 @@ class SelectionOracle(Oracle):
     ) -> None:
         """One selection of a rule in one layer, after the queries q: held rows are updated."""
         layer, states = self._index[module.layer_idx], list[LayerState]()
+        group = q.shape[1] // k.shape[1]
         for head in governed[layer]:
             rows = held[head].nonzero()[:, 0]
             inputs = inputs_of(rule, module, layer, q, k[rows], v[rows], options, self._rope)
-            states.append(LayerState(of_head(inputs, head, k.shape[1], rows, q.shape[0]), (head,)))
+            states.append(LayerState(of_head(inputs, head, group, rows, q.shape[0]), (head,)))
         offered = offer(rule, states, governed, self._prompt_tokens, q.shape[0])
         for (_, head), kept in choose(rule, [offered], governed, self._prompt_tokens).items():
             rows = held[head].nonzero()[:, 0][kept]
@@ -209,15 +210,12 @@ class SelectionOracle(Oracle):
             if layer not in governed:
                 continue
             rule = self._plan.policy.rules[number]
-            inputs, n, heads = (
-                inputs_of(rule, module, layer, q, k, v, options, self._rope),
-                q.shape[0],
-                governed[layer],
-            )
+            n, heads = q.shape[0], governed[layer]
+            inputs = inputs_of(rule, module, layer, q, k, v, options, self._rope)
             states = [LayerState(inputs, heads)]
             if len(heads) < k.shape[1]:
-                every = torch.arange(n)
-                states = [LayerState(of_head(inputs, h, k.shape[1], every, n), (h,)) for h in heads]
+                every, group = torch.arange(n), q.shape[1] // k.shape[1]
+                states = [LayerState(of_head(inputs, h, group, every, n), (h,)) for h in heads]
             self._offers.setdefault(number, []).append(offer(rule, states, governed, n, n))
 
     def _rotation(self) -> Rope | None:

@@ -126,16 +126,11 @@ _ALL_DTYPES = ("float32", "bfloat16", "float16")
 _HALF = ("bfloat16", "float16")
 
 _CPU = Implementation("cpu", ("cpu",), _ALL_DTYPES)
-_CPU_DECODE = Implementation("cpu", ("cpu",), _ALL_DTYPES, features=("logit_cap", COMPACT_ROWS))
-# of compact rows it reads none: the backend attends to them by the reference, beside it
-_CPU_EXTEND = Implementation("cpu", ("cpu",), _ALL_DTYPES, features=("logit_cap", COMPACT_ROWS))
+# Compact rows in decode are pages like others; while a prompt is read the backend attends to them beside it.
+_ATTENDS = ("logit_cap", COMPACT_ROWS)
+_CPU_ATTEND = Implementation("cpu", ("cpu",), _ALL_DTYPES, features=_ATTENDS)
 _REF = Implementation("ref", ("cpu",), _ALL_DTYPES)
-_REF_DECODE = Implementation(
-    "ref", ("cpu",), _ALL_DTYPES, features=("logit_cap", COMPACT_ROWS), planned=(CACHE_POSITIONS,)
-)
-_REF_EXTEND = Implementation(
-    "ref", ("cpu",), _ALL_DTYPES, features=("logit_cap", COMPACT_ROWS), planned=(CACHE_POSITIONS,)
-)
+_REF_ATTEND = Implementation("ref", ("cpu",), _ALL_DTYPES, features=_ATTENDS, planned=(CACHE_POSITIONS,))
 # plain torch runs anywhere, but nobody has tried it on a GPU
 _REF_SELECT = Implementation("ref", ("cpu",), _ALL_DTYPES, features=(EVERYTHING,))
 _REF_SELECT_CUDA = Implementation("ref", ("cuda",), _ALL_DTYPES, features=(EVERYTHING,), built=False)
@@ -180,15 +175,15 @@ _FLASHINFER_READS = ("logit_cap", COMPACT_ROWS)  # compact pages are entries of 
 CATALOG: dict[str, tuple[Implementation, ...]] = {
     "append": (_CPU, _REF, _TRITON),
     "attend_decode": (
-        _CPU_DECODE,
-        _REF_DECODE,
+        _CPU_ATTEND,
+        _REF_ATTEND,
         _flashinfer("flashinfer", _known_group, _small_group, _even_lengths, features=_FLASHINFER_READS),
         _flashinfer("flashinfer_tensor_cores", _large_group, _even_lengths, features=_FLASHINFER_READS),
         _TRITON_ATTEND,
     ),
     "attend_extend": (
-        _CPU_EXTEND,
-        _REF_EXTEND,
+        _CPU_ATTEND,
+        _REF_ATTEND,
         _flashinfer("flashinfer", _one_window, _even_lengths, features=_FLASHINFER_READS),
         _TRITON_ATTEND,
     ),

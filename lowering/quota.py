@@ -64,9 +64,8 @@ def first_run(selection: Selection, n: int, prompt: int) -> Run:
     return Run(selection, n, prompt, held=Bounds(n, n), stays=Bounds(stays, stays))
 
 
-def rows_that_stay(selection: Selection, n: int, prompt: int, sinks: int, since: int) -> int:
-    """Rows that terms by position and `region` keep, whatever the scores are, of a unit that holds the first
-    `sinks` rows of n and those from `since` on."""
+def undecided(selection: Selection, n: int, prompt: int) -> tuple[int, int]:
+    """Positions [start, stop) that no term by position and no `region` keeps: scores decide about them."""
     sink, recent = selection.sink_tokens, selection.recent_tokens
     match selection.region:
         case "all":
@@ -77,8 +76,14 @@ def rows_that_stay(selection: Selection, n: int, prompt: int, sinks: int, since:
             sink = max(sink, prompt)
         case _:
             assert_never(selection.region)
-    end = min(n, sink)
-    start = max(end, n - recent)
+    start = min(n, sink)
+    return start, max(start, n - recent)
+
+
+def rows_that_stay(selection: Selection, n: int, prompt: int, sinks: int, since: int) -> int:
+    """Rows that terms by position and `region` keep, whatever the scores are, of a unit that holds the first
+    `sinks` rows of n and those from `since` on."""
+    end, start = undecided(selection, n, prompt)
     sinks, since = min(n, sinks), min(n, max(sinks, since))
     return min(end, sinks) + max(0, end - since) + max(0, sinks - start) + n - max(start, since)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
 from kvir.lowering import footprint
+from kvir.sglang_ext.accounting import violations
 from kvir.sglang_ext.admission import KvirPrefillBudget
 from kvir.sglang_ext.compact import Compact
 from kvir.sglang_ext.evidence import Evidence
@@ -116,7 +118,6 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         state.cached_tokens = prefix_tokens
         state.selects = self.selections.runs(prompt_tokens)
         state.published_tokens = self.selections.publishes(prompt_tokens)
-        state.published_pages = state.published_tokens // self.page_size
         return state
 
     # ---- allocation ----------------------------------------------------------------------------------------
@@ -134,13 +135,17 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         res = self.residency
         if [end for _, _, end in self.extending] != seq_lens_cpu.tolist():
             raise RuntimeError("kvir: the batch being allocated is not the batch that was prepared")
+        folds = [self.selections.in_prefill(state, end) for state, _, end in self.extending]
         # windows before branch points are worth having, not worth evicting running work for
         hold_branch = any(state.landmarks.branch_page is not None for state, _, _ in self.extending)
         if hold_branch:
-            hold_branch = res.make_room_for_extend(self._needed(hold_branch=True), None, interior_only=True)
-        if not hold_branch and not res.make_room_for_extend(self._needed(hold_branch=False), self.tree):
-            logger.error("kvir: no room for a prefill chunk: %s", self.evidence.pool_line())
-            return None
+            needed = self._needed(folds, hold_branch=True)
+            hold_branch = res.make_room_for_extend(needed, None, interior_only=True)
+        if not hold_branch:
+            needed = self._needed(folds, hold_branch=False)
+            if not res.make_room_for_extend(needed, self.tree):
+                logger.error("kvir: no room for a prefill chunk: %s", self.evidence.pool_line())
+                return None
         out = super().alloc_extend(
             prefix_lens,
             prefix_lens_cpu,
@@ -153,23 +158,23 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         if out is None:
             return None
         done = 0
-        self.compacting = []
         for state, start, end in self.extending:
             first_new = -(-start // self.page_size) * self.page_size
             ids = out[done + first_new - start : done + end - start : self.page_size]
             res.grow(state, (ids // self.page_size).tolist(), end, hold_branch=hold_branch)
             done += end - start
-            self.compacting.append(res.compacts.reserve(state, self.selections.in_prefill(state, end)))
+        states = [state for state, _, _ in self.extending]
+        self.compacting = [res.compacts.reserve(*each) for each in zip(states, folds, strict=True)]
         self._end_step()
         return out
 
-    def _needed(self, *, hold_branch: bool) -> IntArray:
+    def _needed(self, folds: Sequence[Chosen | None], *, hold_branch: bool) -> IntArray:
         res = self.residency
         total = np.zeros(res.geometry.layer_count + 1, np.int64)
-        for state, _, end in self.extending:
+        for (state, _, end), fold in zip(self.extending, folds, strict=True):
             total += res.needed_per_layer(state, end, hold_branch=hold_branch)
-            if (chosen := self.selections.in_prefill(state, end)) is not None:
-                total += res.compacts.needed_per_layer(state, chosen)
+            if fold is not None:
+                total += res.compacts.needed_per_layer(state, fold)
         return total
 
     def alloc_decode(
@@ -274,27 +279,3 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         found = violations(self)
         if found:
             raise RuntimeError("kvir: conservation broken: " + "; ".join(found))
-
-
-def violations(allocator: KvirAllocator) -> list[str]:
-    """Every invariant of the residency, recounted from scratch; empty when healthy."""
-    res = allocator.residency
-    found = res.pool.violations()
-    size = res.geometry.class_size
-    resident = int(res.alive.sum(0) @ size)
-    idle = int((res.alive & (res.cover == 0)).sum(0) @ size)
-    compact = sum(state.compact.head_pages for state in res.requests.values() if state.compact is not None)
-    if compact != res.compacts.head_pages:
-        found.append(f"compact head-pages: counted {compact}, kept {res.compacts.head_pages}")
-    if resident + compact != res.pool.resident:
-        found.append(f"alive {resident} + compact {compact} head-pages, the pool says {res.pool.resident}")
-    if idle != res.idle_head_pages:
-        found.append(f"idle head-pages: counted {idle}, kept {res.idle_head_pages}")
-    listed = res.table[res.table >= 0]
-    if len(listed) != resident or len(np.unique(listed)) != resident:
-        found.append("the residency table disagrees with the alive cells")
-    if (res.cover > 0)[~res.alive].any():
-        found.append("a covered cell is absent")
-    if not res.requests and res.cover.any():
-        found.append("cells are covered, but no request runs")
-    return found

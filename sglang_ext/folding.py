@@ -5,7 +5,7 @@ Counts only, on the host, before the forward; which rows they are, the scores de
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvir.lowering.compact import NO_ROWS, compact_pages, runs_in_prefill, tail_stays
-from kvir.lowering.quota import Run, first_run, kept_rows, rows_that_stay
+from kvir.lowering.quota import Run, first_run, kept_rows, rows_that_stay, undecided
 from kvir.lowering.spans import Bounds
 from kvir.lowering.stages import CompactClass, LayoutPlan, Selection
-from kvir.policy_ir.rules import Every, Over, PrefillChunk, PrefillEnd
+from kvir.policy_ir.rules import Every, Over, PrefillChunk, PrefillEnd, Trigger
 from kvir.sglang_ext.geometry import IntArray
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Selections:
         """
         published = prompt_tokens
         for _, selection in self._prefill:
-            block = block_tokens(selection)
+            block = block_tokens(selection.triggers)
             if block is None or not runs_in_prefill(selection, prompt_tokens):
                 continue
             first = next(
@@ -76,7 +76,7 @@ class Selections:
             return None
         draft, prompt = _Draft(self._layout), state.prompt_tokens
         for c, selection in self._prefill:
-            units, block = np.asarray(c.units, np.int64), block_tokens(selection)
+            units, block = np.asarray(c.units, np.int64), block_tokens(selection.triggers)
             if block is not None:
                 if runs_in_prefill(selection, prompt):
                     at = end if end == prompt else end // block * block
@@ -94,7 +94,7 @@ class Selections:
         self, draft: _Draft, selection: Selection, state: RequestState, units: IntArray, at: int
     ) -> None:
         """Selections after whole blocks: the last one up to `at`, with the rows that those before it left."""
-        compact, block, prompt = state.compact, block_tokens(selection), state.prompt_tokens
+        compact, block, prompt = state.compact, block_tokens(selection.triggers), state.prompt_tokens
         assert block is not None
         moved = compact is not None and bool(compact.moved[units[0]])
         last = int(compact.tokens[units[0]]) if compact is not None and moved else 0
@@ -114,6 +114,8 @@ class Selections:
 
     def while_decoding(self, state: RequestState, tokens: int) -> Chosen | None:
         """What is selected when the request has `tokens` tokens, the one of this step included."""
+        if not self._decode:
+            return None
         draft = _Draft(self._layout)
         for members in self._decode.values():
             held = [_held(state, units, tokens) for _, _, units in members]
@@ -229,9 +231,9 @@ class _Draft:
         return Chosen(self._moves, self._exact, self._most, self._left, self._at, self._pages)
 
 
-def block_tokens(selection: Selection) -> int | None:
+def block_tokens(triggers: Iterable[Trigger]) -> int | None:
     """Tokens of a prompt between two selections; None: it selects once, at the end."""
-    blocks = [t.tokens for t in selection.triggers if isinstance(t, PrefillChunk) and t.tokens is not None]
+    blocks = [t.tokens for t in triggers if isinstance(t, PrefillChunk) and t.tokens is not None]
     return min(blocks, default=None)
 
 
@@ -256,27 +258,11 @@ def _staying(selection: Selection, state: RequestState, unit: int, tokens: int) 
     compact = state.compact
     assert compact is not None
     positions = compact.positions[unit]
-    start, stop = _candidates(selection, state.prompt_tokens, tokens)
+    start, stop = undecided(selection, tokens, state.prompt_tokens)
     inside = int(np.searchsorted(positions, stop) - np.searchsorted(positions, start))
     dense = int(compact.tokens[unit] - compact.left[unit])
     inside += max(0, min(stop, tokens) - max(start, dense))
     return int(compact.rows(tokens)[unit]) - inside
-
-
-def _candidates(selection: Selection, prompt: int, tokens: int) -> tuple[int, int]:
-    """Positions [start, stop) that scores decide about (`select_offer.candidate_rows`)."""
-    start = min(tokens, selection.sink_tokens)
-    stop = tokens - min(tokens, selection.recent_tokens)
-    match selection.region:
-        case "all":
-            pass
-        case "prompt":
-            stop = min(stop, prompt)
-        case "generated":
-            start = max(start, prompt)
-        case _:
-            assert_never(selection.region)
-    return start, max(start, stop)
 
 
 def _run(selection: Selection, state: RequestState, tokens: int, held: int, stays: int | None) -> Run:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvir.kernels.ref.select_offer import Offer
-from kvir.kernels.score_ops import Moments, Need, ScoreInputs, Sums
+from kvir.kernels.score_ops import Need, ScoreInputs
 from kvir.policy_ir.nodes import Phase
 from kvir.sglang_ext.compact import Compact
 from kvir.sglang_ext.geometry import IntArray
@@ -48,13 +48,9 @@ class LayerCall:
 
 
 def score_inputs(
-    needs: frozenset[Need], parts: ModelParts, call: LayerCall, memory: LayerMemory, mine: slice
+    needs: frozenset[Need], parts: ModelParts, call: LayerCall, memory: LayerMemory
 ) -> ScoreInputs:
-    """What scores read of the query heads `mine`, beside the rows that are held."""
-    running = {spec: Sums(sums.values[mine], sums.seen) for spec, sums in memory.sums().items()}
-    moments = {
-        skip: Moments(found.mean[mine], found.covariance[mine]) for skip, found in memory.moments().items()
-    }
+    """What scores read of a layer; the rows that are held are filled in by the caller."""
     return ScoreInputs(
         k=call.k,
         v=call.v,
@@ -62,10 +58,10 @@ def score_inputs(
         scale=call.scale,
         logit_cap=call.logit_cap,
         layer=call.index,
-        q_obs=None if memory.queries is None else memory.queries[:, mine],
-        running=running,
-        moments=moments,
-        w_o=parts.w_o(call.layer_id)[mine] if "projected_l1" in needs else None,
-        gram=parts.gram(call.layer_id)[mine] if "projected_l2" in needs else None,
+        q_obs=memory.queries,
+        running=memory.sums(),
+        moments=memory.moments(),
+        w_o=parts.w_o(call.layer_id) if "projected_l1" in needs else None,
+        gram=parts.gram(call.layer_id) if "projected_l2" in needs else None,
         rope=parts.rope(call.layer_id) if "rope" in needs else None,
     )

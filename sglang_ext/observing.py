@@ -12,9 +12,9 @@ import torch
 
 from kvir.kernels.ref.score_expected import QueryMoments
 from kvir.kernels.ref.score_needs import needs, running, skips, window
-from kvir.kernels.ref.score_running import ChunkSums, ColumnSums, log_sum_exp
+from kvir.kernels.ref.score_running import log_sum_exp, running_of
 from kvir.kernels.score_ops import Moments, Need, Rope, Running, RunningScore, Sums
-from kvir.policy_ir.scores import Noncausal, Persistent, Score
+from kvir.policy_ir.scores import Noncausal, Score
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,9 @@ class LayerMemory:
                 lse = log_sum_exp(q, k, positions, self._scale, logit_cap=self._cap)
             for spec in wants.running:
                 if spec not in self._running:
-                    self._running[spec] = self._sums_of(spec, q.shape[1])
+                    self._running[spec] = running_of(
+                        spec, q.shape[1], self._scale, tokens=self._prompt, logit_cap=self._cap
+                    )
                 self._running[spec].update(q, lse, k, positions)
         for skip in wants.skips:
             assert self._rope is not None
@@ -85,10 +87,3 @@ class LayerMemory:
 
     def moments(self) -> dict[int, Moments]:
         return {skip: moments.moments() for skip, moments in self._moments.items()}
-
-    def _sums_of(self, spec: RunningScore, query_heads: int) -> Running:
-        if isinstance(spec, Noncausal):
-            return ChunkSums(spec, query_heads, self._scale, logit_cap=self._cap)
-        history = spec.history if isinstance(spec, Persistent) else None
-        first = 0 if history is None else max(0, self._prompt - history)
-        return ColumnSums(spec, query_heads, self._scale, logit_cap=self._cap, first_query=first)

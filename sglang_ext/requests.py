@@ -58,7 +58,6 @@ class RequestState:
     # covered besides: windows before a branch, and prompt pages that decode gave up before the tree took them
     held: list[tuple[int, IntArray]] = field(default_factory=list[tuple[int, IntArray]])
     compact: Compact | None = None  # what a selection left of the prompt
-    published_pages: int = 0
     selects: bool = False  # its prompt is compacted
     published_tokens: int = 0  # of its prompt: their rows depend on no selection, so the tree may hold them
     memory: dict[int, Any] = field(default_factory=dict[int, Any])  # layer -> what scores need of the prompt

@@ -74,7 +74,8 @@ class Residency(Cells):
         """The request's pages at `index` leave class c's window, or the request ends."""
         if state.decoding and state.publishes and not closing:
             # the prompt's pages are the tree's to keep, but the step before is not processed yet
-            waiting = (index >= state.tree_pages) & (index < state.published_pages)
+            published = state.published_tokens // self.geometry.page_tokens
+            waiting = (index >= state.tree_pages) & (index < published)
             if waiting.any():
                 state.held.append((c, index[waiting]))
                 index = index[~waiting]
@@ -285,10 +286,8 @@ class Residency(Cells):
             return missing_per_layer(needed, self.pool.quarantined_by_layer())
 
         ok = self.reclaimer.make_room(short(), tree, interior_only=interior_only)
-        if interior_only:
-            return ok
         # last resort: tree pages that slid out just now are read still, but may serve their layer
-        while not ok and self._slid_now:
+        while not ok and not interior_only and self._slid_now:
             entries, _ = self._slid_now.pop(0)
             for page, c, epoch in entries:
                 self.still_read[page, c] = False

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kvir.kernels.ref.compact import compact as copy_rows
+from kvir.kernels.ref.prompt_inputs import of_query_heads
 from kvir.kernels.ref.select_offer import LayerState, Offer, Unit, offer
 from kvir.kernels.ref.select_rule import choose
 from kvir.kernels.score_ops import ScoreInputs
@@ -40,6 +41,7 @@ class RowSelection:
         self._pool = pool
         self._rows = RowReader(pool, plan.layout.kv_heads)
         self._kv_heads = plan.layout.kv_heads
+        self._group = plan.layout.query_heads // plan.layout.kv_heads
         self._rules: dict[Phase, dict[int, Selecting]] = {
             "prefill": selecting_rules(plan, "prefill"),
             "decode": selecting_rules(plan, "decode"),
@@ -114,7 +116,7 @@ class RowSelection:
     def attend_blocks(self, work: Work, call: LayerCall, out: torch.Tensor) -> None:
         """Attention and selections of those heads; out [T, Hq, D] of the batch is written."""
         memory = self._memory(work, call, self._wants[call.index])
-        group, span = call.q.shape[1] // self._kv_heads, slice(work.begin, work.end)
+        group, span = self._group, slice(work.begin, work.end)
         prompt = work.state.prompt_tokens
         q, k, v = call.q[span], call.k[span], call.v[span]
         before = memory.queries
@@ -246,31 +248,23 @@ class RowSelection:
         together: HeldRows | None = None,
     ) -> Offer:
         """What a rule's heads put up at length `tokens`; `together`: the layer's rows, if all hold them."""
-        each = self._rules[work.phase][number]
+        each, of_layer = self._rules[work.phase][number], self._inputs(call, memory, tokens)
         if together is not None and len(rows) == self._kv_heads:
-            states = [LayerState(self._inputs(call, memory, together, None, tokens), tuple(rows))]
+            states = [LayerState(replace(of_layer, k=together.k, v=together.v), tuple(rows))]
         else:
-            states = [
-                LayerState(self._inputs(call, memory, held, head, tokens), (head,))
-                for head, held in rows.items()
-            ]
+            states = [LayerState(self._of_head(of_layer, head, held), (head,)) for head, held in rows.items()]
         return offer(each.rule, states, each.governed, work.state.prompt_tokens, tokens)
 
-    def _inputs(
-        self, call: LayerCall, memory: LayerMemory, held: HeldRows, head: int | None, tokens: int
-    ) -> ScoreInputs:
-        group = call.q.shape[1] // self._kv_heads
-        mine = slice(None) if head is None else slice(head * group, (head + 1) * group)
-        inputs = score_inputs(self._wants[call.index].needs, self._parts, call, memory, mine)
+    def _inputs(self, call: LayerCall, memory: LayerMemory, tokens: int) -> ScoreInputs:
+        """Of all heads of a layer, without the rows."""
+        inputs = score_inputs(self._wants[call.index].needs, self._parts, call, memory)
         seen = 0 if inputs.q_obs is None else inputs.q_obs.shape[0]
-        return replace(
-            inputs,
-            k=held.k,
-            v=held.v,
-            first_head=head or 0,
-            positions=held.positions,
-            q_positions=torch.arange(tokens - seen, tokens),
-        )
+        return replace(inputs, q_positions=torch.arange(tokens - seen, tokens))
+
+    def _of_head(self, inputs: ScoreInputs, head: int, held: HeldRows) -> ScoreInputs:
+        group = self._group
+        mine = of_query_heads(inputs, slice(head * group, (head + 1) * group))
+        return replace(mine, k=held.k, v=held.v, first_head=head, positions=held.positions)
 
     def _copy(self, work: Work, unit: Unit, kept: torch.Tensor | None, held: HeldRows) -> None:
         """Fill the compact head-pages of one unit with the kept ones of its rows; None: all of them."""

@@ -9,8 +9,9 @@ from kvir.kernels.ref.select_offer import Governed
 from kvir.kernels.ref.select_rule import spans_layers
 from kvir.lowering.stages import ExecutionPlan
 from kvir.policy_ir.nodes import Phase, Rule
-from kvir.policy_ir.rules import Every, PrefillChunk
+from kvir.policy_ir.rules import Every
 from kvir.policy_ir.scores import Score
+from kvir.sglang_ext.folding import block_tokens
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,7 @@ class Selecting:
     @property
     def block_tokens(self) -> int | None:
         """Tokens of a prompt between two selections; None: it selects once, at the end."""
-        blocks = [t.tokens for t in self.rule.trigger if isinstance(t, PrefillChunk) and t.tokens is not None]
-        return min(blocks, default=None)
+        return block_tokens(self.rule.trigger)
 
     @property
     def waits(self) -> bool:

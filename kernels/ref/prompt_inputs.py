@@ -7,15 +7,16 @@ A runtime gathers the same while chunks of the prompt pass by; here everything i
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvir.kernels.ref.score_expected import QueryMoments
 from kvir.kernels.ref.score_needs import needs, running, skips, window
-from kvir.kernels.ref.score_running import ChunkSums, ColumnSums, log_sum_exp
+from kvir.kernels.ref.score_running import log_sum_exp, running_of
 from kvir.kernels.score_ops import Moments, Rope, RunningScore, ScoreInputs, Sums
-from kvir.policy_ir.scores import Noncausal, Persistent, Score
+from kvir.policy_ir.scores import Score
 
 QUERY_CHUNK = 256  # queries that statistics are given at a time
 
@@ -65,6 +66,18 @@ def prompt_inputs(
     )
 
 
+def of_query_heads(inputs: ScoreInputs, mine: slice) -> ScoreInputs:
+    """Of what scores read of query heads, the part of some of them; rows are left as they are."""
+    return replace(
+        inputs,
+        q_obs=None if inputs.q_obs is None else inputs.q_obs[:, mine],
+        running={spec: Sums(sums.values[mine], sums.seen) for spec, sums in inputs.running.items()},
+        moments={n: Moments(m.mean[mine], m.covariance[mine]) for n, m in inputs.moments.items()},
+        w_o=None if inputs.w_o is None else inputs.w_o[mine],
+        gram=None if inputs.gram is None else inputs.gram[mine],
+    )
+
+
 def running_sums(
     specs: Sequence[RunningScore],
     q: Tensor,
@@ -76,13 +89,7 @@ def running_sums(
 ) -> dict[RunningScore, Sums]:
     """The running sums of scores, fed chunk by chunk; one account of the softmax serves them all."""
     n, heads = q.shape[:2]
-    made: dict[RunningScore, ColumnSums | ChunkSums] = {}
-    for spec in specs:
-        if isinstance(spec, Noncausal):
-            made[spec] = ChunkSums(spec, heads, scale, logit_cap=logit_cap)
-        else:
-            last = spec.history if isinstance(spec, Persistent) and spec.history is not None else n
-            made[spec] = ColumnSums(spec, heads, scale, logit_cap=logit_cap, first_query=max(0, n - last))
+    made = {spec: running_of(spec, heads, scale, tokens=n, logit_cap=logit_cap) for spec in specs}
     for start in range(0, n if specs else 0, chunk):
         stop = min(start + chunk, n)
         queries, keys, positions = q[start:stop], k[:stop], torch.arange(start, stop)

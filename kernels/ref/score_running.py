@@ -118,6 +118,17 @@ class ChunkSums:
         return torch.softmax(logits, dim=-1).sum(dim=2).flatten(0, 1)
 
 
+def running_of(
+    spec: RunningScore, query_heads: int, scale: float, *, tokens: int, logit_cap: float = 0.0
+) -> ColumnSums | ChunkSums:
+    """Empty sums of a score for a sequence that will have `tokens` tokens when it is asked."""
+    if isinstance(spec, Noncausal):
+        return ChunkSums(spec, query_heads, scale, logit_cap=logit_cap)
+    history = spec.history if isinstance(spec, Persistent) else None
+    first = 0 if history is None else max(0, tokens - history)
+    return ColumnSums(spec, query_heads, scale, logit_cap=logit_cap, first_query=first)
+
+
 def log_sum_exp(
     q: Tensor,
     k: Tensor,

@@ -43,9 +43,8 @@ class UnitOffer:
     rows: int
     candidates: tuple[int, int]
     positions: Tensor | None
-    terms: tuple[
-        Tensor | None, ...
-    ]  # per term of the rule: scores [rows] of a `top_k`, kept rows of a `top_p`
+    # per term of the rule: scores [rows] of a `top_k`, rows that a `top_p` keeps
+    terms: tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from typing import Any, cast
 import torch
 
 from kvir.lowering.stages import ExecutionPlan
-from kvir.sglang_ext.allocator import KvirAllocator, violations
+from kvir.sglang_ext.accounting import violations
+from kvir.sglang_ext.allocator import KvirAllocator
 from kvir.sglang_ext.pool import KvirPool
 from support.label_model import LabelModel
 from support.prefix_tree import P, Request, Tree
