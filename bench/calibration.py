@@ -15,8 +15,8 @@ from time import perf_counter, process_time
 
 from evaluation.models import model_path
 from kvir.calibration.candidates import codebook
-from kvir.calibration.command import quiet
 from kvir.calibration.harness import Harness
+from kvir.calibration.job import quiet
 from kvir.calibration.memo import Memo
 from kvir.calibration.samples import Sample, pieces, query_positions, token_ids
 from kvir.calibration.seqcalib import Matrix, at_least, matrix

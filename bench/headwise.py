@@ -21,7 +21,6 @@ The gemma parts download Gemma-3-270M when they first run.  Exit code 1: somethi
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,13 +30,13 @@ import torch
 
 from bench.parts import gemma
 from bench.parts.answers import Answers, Question, needles
-from bench.parts.figures import Figures, say
+from bench.parts.figures import Figures, run_parts, say
 from bench.parts.longest import longest_prompt
 from bench.parts.masks import quality
 from evaluation.agree import token_stream
 from evaluation.models import model_path
 from evaluation.oracle import LOGPROB_TOLERANCE, Masks, Oracle, check
-from evaluation.server import Launch, ServerError, serve
+from evaluation.server import Launch, serve
 from evaluation.watch import kvir_state
 from kvir.evals.answers import evicted_share, retained
 from kvir.evals.command import form_of
@@ -187,10 +186,7 @@ class Bench:
         self.figures.add("headwise_head_pages_of_planned", f"{held}/{planned}", ok=held == planned)
         masks = Masks.of(plan_for_server(PLAN, contest.model, dtype="float32").budgeted)
         agreement = check(Oracle(contest.model, masks), served, say)
-        equal = agreement.equal == agreement.tokens and not agreement.nan
-        self.figures.add("headwise_tokens_equal", f"{agreement.equal}/{agreement.tokens}", ok=equal)
-        worst = agreement.worst_logprob
-        self.figures.add("headwise_worst_logprob", f"{worst:.1e}", ok=worst <= LOGPROB_TOLERANCE)
+        self.figures.agreement("headwise", agreement)
 
     def longest(self) -> None:
         model = model_path("smollm2")
@@ -278,20 +274,7 @@ def main() -> None:
     options = parser.parse_args()
     figures = Figures()
     available = Bench(figures, options).parts()
-    if options.list:
-        print("\n".join(available))
-        return
-    if unknown := [part for part in options.parts if part not in available]:
-        parser.error(f"no such part: {', '.join(unknown)}; --list names them")
-    for part in options.parts or available:
-        say(part)
-        try:
-            available[part]()
-        except ServerError as error:
-            say(str(error))
-            figures.add(f"{part.replace(':', '_')}_server", "failed", ok=False)
-    figures.show()
-    sys.exit(0 if figures.ok else 1)
+    run_parts(parser, options, available, figures)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ import torch
 
 from evaluation.models import model_path
 from evaluation.needles import NEEDLE
-from kvir.calibration.command import quiet
 from kvir.calibration.harness import Harness
+from kvir.calibration.job import quiet
 from kvir.calibration.polykv.deploy import Layer, Prompt, executed
 from kvir.calibration.polykv.kept import Model
 from kvir.calibration.polykv.methods import DEFAULT, find

@@ -65,7 +65,7 @@ def _value(shape: Shape, chance: random.Random, depth: int) -> Any:
             return _struct(cls, chance, depth)
         case OneOf(by_tag=by_tag):
             # deep down only what has no parts, so that scores inside scores end
-            classes = [c for c in by_tag.values() if depth < MAX_DEPTH or not _has_parts(c)]
+            classes = [c for c in by_tag.values() if depth < MAX_DEPTH or not has_parts(c)]
             return _struct(chance.choice(classes), chance, depth)
         case _:
             assert_never(shape)
@@ -82,7 +82,8 @@ def _struct(cls: type[Any], chance: random.Random, depth: int) -> Any:
     return cls(**given)
 
 
-def _has_parts(cls: type[Any]) -> bool:
+def has_parts(cls: type[Any]) -> bool:
+    """Whether a struct cannot be made without another one."""
     return any(_is_part(f) for f in form(cls).fields.values())
 
 

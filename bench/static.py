@@ -13,8 +13,6 @@ Exit code 1 if anything differs.
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
@@ -22,10 +20,11 @@ from pathlib import Path
 
 import torch
 
+from bench.parts.figures import Figures, run_parts, say
 from evaluation.agree import token_stream
 from evaluation.models import model_path
 from evaluation.oracle import LOGPROB_TOLERANCE, Agreement, Forced, Masks, Oracle, check
-from evaluation.server import Launch, Served, ServerError, serve
+from evaluation.server import Launch, Served, serve
 from evaluation.traffic import (
     Traffic,
     edges,
@@ -63,35 +62,6 @@ VARIANTS = {
 EDGE_LENGTHS = (15, 16, 17, 255, 256, 257, 272)
 LONG_TOKENS, LONG_NEW_TOKENS, AT_ONCE = 6000, 48, 6
 SYSTEM_TOKENS, USERS = 1000, 10
-
-STARTED = time.monotonic()
-
-
-def say(text: str) -> None:
-    print(f"[{time.monotonic() - STARTED:5.0f} s] {text}", file=sys.stderr, flush=True)
-
-
-class Figures:
-    """What was measured, in order, and whether all of it is as it must be."""
-
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-        self.ok = True
-
-    def add(self, name: str, value: object, *, ok: bool = True) -> None:
-        line = f"bench: {name} = {value}" + ("" if ok else "  (WRONG)")
-        self._lines.append(line)
-        self.ok &= ok
-        say(line)
-
-    def agreement(self, name: str, agreement: Agreement) -> None:
-        equal = agreement.equal == agreement.tokens and not agreement.nan
-        self.add(f"{name}_tokens_equal", f"{agreement.equal}/{agreement.tokens}", ok=equal)
-        close = agreement.worst_logprob <= LOGPROB_TOLERANCE
-        self.add(f"{name}_worst_logprob", f"{agreement.worst_logprob:.1e}", ok=close)
-
-    def show(self) -> None:
-        print("\n".join(self._lines), flush=True)
 
 
 class Remembering:
@@ -269,20 +239,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     figures = Figures()
     available = dict(parts(Bench(figures, options.threads)))
-    if options.list:
-        print("\n".join(available))
-        return
-    if unknown := [part for part in options.parts if part not in available]:
-        parser.error(f"no such part: {', '.join(unknown)}; --list names them")
-    for part in options.parts or available:
-        say(part)
-        try:
-            available[part]()
-        except ServerError as error:
-            say(str(error))
-            figures.add(f"{part.replace(':', '_')}_server", "failed", ok=False)
-    figures.show()
-    sys.exit(0 if figures.ok else 1)
+    run_parts(parser, options, available, figures)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import sys
 from pathlib import Path
 
 from kvir.calibration.harness import CalibrationError
@@ -31,14 +29,11 @@ def calibrate_seqcalib(args: argparse.Namespace) -> None:
         PolicyError: the model's config cannot be planned for.
         OSError: a file cannot be read or written.
     """
-    import torch
-
     from kvir.calibration import run
-    from kvir.calibration.harness import Harness
+    from kvir.calibration.job import open_job
     from kvir.calibration.plot import draw
     from kvir.calibration.policy import policy_text
     from kvir.calibration.report import Bar, print_summary
-    from kvir.lowering.plan_file import write_atomically
 
     (context,) = args.context if len(args.context) == 1 else (0,)
     if context < 16 or args.samples < 1 or args.query_stride < 1:
@@ -47,14 +42,7 @@ def calibrate_seqcalib(args: argparse.Namespace) -> None:
         )
     if args.objective == "residual" and args.budget is None:
         raise CalibrationError("--objective residual shares out a budget: give --budget, e.g. 0.45")
-    output = Path(args.output)
-    text = Path(args.text).read_text(encoding="utf-8")
-    held_out = Path(args.held_out).read_text(encoding="utf-8") if args.held_out else None
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
-    quiet()
-    harness = Harness(Path(args.model), device=args.device, dtype=getattr(torch, args.dtype))
+    job = open_job(args)
     request = run.Request(
         context_tokens=context,
         samples=args.samples,
@@ -72,26 +60,14 @@ def calibrate_seqcalib(args: argparse.Namespace) -> None:
         seed=args.seed,
         dtype=args.dtype,
     )
-    unfinished = output.with_name(f".{output.name}.unfinished")
     with Bar() as bar:
-        found = run.calibrate(
-            harness,
-            request,
-            (text_name(args.text, text), text),
-            (text_name(args.held_out, held_out), held_out) if held_out is not None else None,
-            unfinished,
-            bar,
-        )
-    name = args.name or output.stem.replace("_", "-")
-    plan = policy_text(harness.facts, found, name, headline(found, command_text(args)))
-    grid = Path(args.grid) if args.grid else output.with_suffix(".json")
-    picture = Path(args.picture) if args.picture else output.with_suffix(".png")
-    write(grid, found)
-    draw(found, picture)
-    write_atomically(output, plan.encode())
-    unfinished.unlink(missing_ok=True)
+        found = run.calibrate(job.harness, request, job.text, job.held_out, job.unfinished, bar)
+    plan = policy_text(job.harness.facts, found, job.name, headline(found, command_text(args)))
+    write(job.grid, found)
+    draw(found, job.picture)
+    job.finish(plan)
     print_summary(found)
-    print(f"wrote {output}, {grid}, {picture}", file=sys.stderr)
+    job.say_files()
 
 
 def plot(args: argparse.Namespace) -> None:
@@ -128,15 +104,3 @@ def headline(found: object, command: str) -> list[str]:
     if best.loss is not None and found.loss_full is not None:
         kept += f"; held-out loss {best.loss:.3f}, full KV {found.loss_full:.3f}"
     return [*lines, kept]
-
-
-def text_name(path: str, text: str) -> str:
-    return f"{Path(path).name}, sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-def quiet() -> None:
-    """No bars and warnings of transformers between ours."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()

@@ -132,7 +132,7 @@ def _answerers(args: argparse.Namespace) -> tuple[Answerer, Answerer | None]:
         return Server(args.url, key=args.api_key), other
     if not args.model:
         raise EvalError("give the --url of a server, or the folder of a --model")
-    from kvir.calibration.command import quiet
+    from kvir.calibration.job import quiet
 
     quiet()
 

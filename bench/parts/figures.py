@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
+from collections.abc import Callable, Mapping
+
+from evaluation.oracle import LOGPROB_TOLERANCE, Agreement
+from evaluation.server import ServerError
 
 STARTED = time.monotonic()
 
@@ -25,5 +30,37 @@ class Figures:
         self.ok &= ok
         say(line)
 
+    def agreement(self, name: str, agreement: Agreement) -> None:
+        equal = agreement.equal == agreement.tokens and not agreement.nan
+        self.add(f"{name}_tokens_equal", f"{agreement.equal}/{agreement.tokens}", ok=equal)
+        close = agreement.worst_logprob <= LOGPROB_TOLERANCE
+        self.add(f"{name}_worst_logprob", f"{agreement.worst_logprob:.1e}", ok=close)
+
     def show(self) -> None:
         print("\n".join(self._lines), flush=True)
+
+
+def run_parts(
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    available: Mapping[str, Callable[[], None]],
+    figures: Figures,
+) -> None:
+    """The parts that were named, or all; then the figures.  Ends the process: 1 if anything is wrong.
+
+    `options.parts` are names of parts; `options.list` asks for the names alone.
+    """
+    if options.list:
+        print("\n".join(available))
+        return
+    if unknown := [part for part in options.parts if part not in available]:
+        parser.error(f"no such part: {', '.join(unknown)}; --list names them")
+    for part in options.parts or available:
+        say(part)
+        try:
+            available[part]()
+        except ServerError as error:
+            say(str(error))
+            figures.add(f"{part.replace(':', '_')}_server", "failed", ok=False)
+    figures.show()
+    sys.exit(0 if figures.ok else 1)

@@ -26,17 +26,17 @@ class Quality:
 
 def quality(model: Path, plan: Path | None, context_tokens: int, needles: int, texts: int) -> Quality:
     """One needle a context, in held-out text; the loss over 128 tokens after contexts of held-out text."""
-    local = Local(model, plan)
+    local, text = Local(model, plan), held_out_paragraphs()
     scores: dict[bool, float] = {}  # by whether the question is out of sight
     for form in (Form(), Form(agnostic=True)):
         count = prompt_counter(str(model), form)
         total = 0.0
         for number in range(needles):
             most = most_tokens("single")
-            item = make("single", context_tokens - most, number, 0, held_out_paragraphs(), count)
+            item = make("single", context_tokens - most, number, 0, text, count)
             total += item.score(local.answer(form.turns(item.prompt), most).text)
         scores[form.agnostic] = total / needles
-    ids = token_ids(local.harness, "\n".join(held_out_paragraphs()))
+    ids = token_ids(local.harness, "\n".join(text))
     continued = pieces(local.harness, ids, context_tokens + CONTINUED_TOKENS, texts)
     losses = [local.loss(piece, context_tokens) for piece in continued]
     return Quality(scores[False], scores[True], sum(losses) / len(losses))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 
 from kvir.calibration.harness import CalibrationError
 from kvir.calibration.polykv.options import polykv_command
@@ -19,17 +17,13 @@ def calibrate_polykv(args: argparse.Namespace) -> None:
         PolicyError: the model's config cannot be planned for.
         OSError: a file cannot be read or written.
     """
-    import torch
-
-    from kvir.calibration.command import quiet, text_name
-    from kvir.calibration.harness import Harness
+    from kvir.calibration.job import open_job
     from kvir.calibration.polykv.plot import draw
     from kvir.calibration.polykv.policy import policy_text
     from kvir.calibration.polykv.report import print_summary
     from kvir.calibration.polykv.run import Request, calibrate
     from kvir.calibration.report import Bar
     from kvir.lowering.pipeline import lower_to
-    from kvir.lowering.plan_file import write_atomically
     from kvir.policy_ir import parse
 
     (context,) = args.context if len(args.context) == 1 else (0,)
@@ -40,14 +34,7 @@ def calibrate_polykv(args: argparse.Namespace) -> None:
         )
     if args.retrieval_weight < 0:
         raise CalibrationError("--retrieval-weight is at least 0")
-    output = Path(args.output)
-    text = Path(args.text).read_text(encoding="utf-8")
-    held_out = Path(args.held_out).read_text(encoding="utf-8") if args.held_out else None
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
-    quiet()
-    harness = Harness(Path(args.model), device=args.device, dtype=getattr(torch, args.dtype))
+    job = open_job(args)
     request = Request(
         grain=args.grain,
         budget=args.budget,
@@ -66,27 +53,16 @@ def calibrate_polykv(args: argparse.Namespace) -> None:
         seed=args.seed,
         dtype=args.dtype,
     )
-    unfinished = output.with_name(f".{output.name}.unfinished")
     with Bar() as bar:
-        found, plan = calibrate(
-            harness,
-            request,
-            (text_name(args.text, text), text),
-            (text_name(args.held_out, held_out), held_out) if held_out is not None else None,
-            args.name or output.stem.replace("_", "-"),
-            unfinished,
-            bar,
-        )
+        found, plan = calibrate(job.harness, request, job.text, job.held_out, job.name, job.unfinished, bar)
     words = policy_text(plan, headline(found, polykv_command(args)))
-    lower_to("layout", parse(words), harness.facts, dtype=harness.facts.dtype)  # what is written is a plan
-    grid = Path(args.grid) if args.grid else output.with_suffix(".json")
-    picture = Path(args.picture) if args.picture else output.with_suffix(".png")
-    write(grid, found)
-    draw(found, picture)
-    write_atomically(output, words.encode())
-    unfinished.unlink(missing_ok=True)
+    facts = job.harness.facts
+    lower_to("layout", parse(words), facts, dtype=facts.dtype)  # what is written is a plan
+    write(job.grid, found)
+    draw(found, job.picture)
+    job.finish(words)
     print_summary(found)
-    print(f"wrote {output}, {grid}, {picture}", file=sys.stderr)
+    job.say_files()
 
 
 def headline(found: PolyCalibration, command: str) -> list[str]:

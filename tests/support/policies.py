@@ -6,11 +6,11 @@ from typing import Any, assert_never
 
 from hypothesis import strategies as st
 
+from bench.random_policies import has_parts
 from kvir.policy_ir import Policy
 from kvir.policy_ir.nodes import MAX_TOKENS, IndexRange
 from kvir.policy_ir.shape import (
     Choice,
-    Field,
     Flag,
     Many,
     OneOf,
@@ -64,7 +64,7 @@ def values(shape: Shape, depth: int = 0) -> st.SearchStrategy[Any]:
             return _struct(cls, depth)
         case OneOf(by_tag=by_tag):
             # deep down only what has no parts, so that nested unions end
-            classes = [c for c in by_tag.values() if depth < 3 or not _has_parts(c)]
+            classes = [c for c in by_tag.values() if depth < 3 or not has_parts(c)]
             return st.one_of([_struct(c, depth) for c in classes])
         case _:
             assert_never(shape)
@@ -82,11 +82,3 @@ def _struct(cls: type[Any], depth: int) -> st.SearchStrategy[Any]:
     needed = {f.name: st.deferred(lambda f=f: values(f.shape, depth + 1)) for f in fields if f.required}
     free = {f.name: st.deferred(lambda f=f: values(f.shape, depth + 1)) for f in fields if not f.required}
     return st.fixed_dictionaries(needed, optional=free).map(make)
-
-
-def _has_parts(cls: type[Any]) -> bool:
-    return any(_is_part(f) for f in form(cls).fields.values())
-
-
-def _is_part(field: Field) -> bool:
-    return field.required and isinstance(field.shape, OneOf | Record)
