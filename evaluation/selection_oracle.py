@@ -19,16 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evaluation.merging_head import MergingHead
 from evaluation.oracle import Forced, Masks, Oracle
 from evaluation.selection_inputs import inputs_of, of_head
+from evaluation.selection_rules import ends, fires, governed_units
 from evaluation.server import Served
 from kvir.kernels.ref.select_offer import Governed, LayerState, Offer, offer
 from kvir.kernels.ref.select_rule import choose
 from kvir.kernels.score_ops import Rope
 from kvir.lowering.compact import runs_in_prefill
-from kvir.lowering.stages import ExecutionPlan, Retention
+from kvir.lowering.stages import ExecutionPlan
 from kvir.policy_ir.nodes import Rule
-from kvir.policy_ir.rules import Every, Over, PrefillChunk, PrefillEnd
+from kvir.policy_ir.rules import Merge, PrefillChunk
 
 
 class SelectionOracle(Oracle):
@@ -38,12 +40,15 @@ class SelectionOracle(Oracle):
         super().__init__(model, Masks.of(plan.budgeted))
         self._plan = plan
         self._index = {layer.layer_id: i for i, layer in enumerate(plan.model.layers)}
-        governed = _governed(plan.budgeted.prefill)
+        governed = governed_units(plan.budgeted.prefill)
         self._blocks = {number: heads for number, heads in governed.items() if self._block(number)}
         self._governed = {number: heads for number, heads in governed.items() if not self._block(number)}
         self._in_blocks: dict[int, Tensor] = {}  # KV head -> bool [prompt, prompt], of the layer at hand
-        self._later = _governed(plan.budgeted.decode)
+        self._later = governed_units(plan.budgeted.decode)
         self._visible: dict[int, Tensor] = {}  # KV head -> bool [decode queries, keys], of the layer at hand
+        self._merged: dict[
+            int, Tensor
+        ] = {}  # KV head -> outputs [decode queries, G, D], of the layer at hand
         self._offers: dict[int, list[Offer]] | None = None  # while the first pass runs
         self._rope: Rope | None = None
         self.kept: dict[tuple[int, int], Tensor] = {}  # (layer_id, KV head) -> bool [prompt]
@@ -73,7 +78,7 @@ class SelectionOracle(Oracle):
         ids = [layer.layer_id for layer in self._plan.model.layers]
         for number, governed in self._governed.items():
             rule = self._plan.policy.rules[number]
-            if not _ends(rule, n):
+            if not ends(rule, n):
                 continue
             for (layer, head), rows in choose(rule, offers[number], governed, n).items():
                 mask = torch.zeros(n, dtype=torch.bool)
@@ -87,14 +92,18 @@ class SelectionOracle(Oracle):
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        self._visible, self._in_blocks = {}, {}
+        self._visible, self._in_blocks, self._merged = {}, {}, {}
         if self._blocks and self._compacts(self._prompt_tokens):
             self._in_blocks = self._read_in_blocks(module, q, k, v, kwargs)
         if self._offers is not None:
             self._offer(module, q, k, v, kwargs)
         elif self._later:
             self._visible = self._simulate(module, q, k, v, kwargs)
-        return super()._attend(module, query, key, value, *args, **kwargs)
+        out, none = super()._attend(module, query, key, value, *args, **kwargs)
+        for head, merged in self._merged.items():
+            group = q.shape[1] // k.shape[1]
+            out[0, self._prompt_tokens :, head * group : (head + 1) * group] = merged
+        return out, none
 
     def _block(self, number: int) -> int | None:
         """Tokens of a prompt between two selections of a rule; None: it selects once, at the end."""
@@ -126,7 +135,7 @@ class SelectionOracle(Oracle):
                     seen[head][start:stop] = held[head]
                     seen[head][start:stop, start:stop] = own
                     held[head][start:stop] = True
-                self._fold(rule, governed, module, q[:stop], k, v, options, held)
+                self._fold(rule, governed, module, q[:stop], k, v, options, held, {})
             for head in mine:
                 self.kept[module.layer_idx, head] = held[head]
         return seen
@@ -141,19 +150,28 @@ class SelectionOracle(Oracle):
         v: Tensor,
         options: Mapping[str, Any],
         held: dict[int, Tensor],
+        merging: Mapping[int, MergingHead],
     ) -> None:
-        """One selection of a rule in one layer, after the queries q: held rows are updated."""
+        """One selection of a rule in one layer, after the queries q: held rows are updated.  Heads that merge
+        hold rows of their own.
+        """
         layer, states = self._index[module.layer_idx], list[LayerState]()
         group = q.shape[1] // k.shape[1]
         for head in governed[layer]:
             rows = held[head].nonzero()[:, 0]
-            inputs = inputs_of(rule, module, layer, q, k[rows], v[rows], options, self._rope)
-            states.append(LayerState(of_head(inputs, head, group, rows, q.shape[0]), (head,)))
+            mine, bias = (k, v), None
+            if head in merging:
+                mine, bias = merging[head].rows(), merging[head].bias[rows, None]
+            inputs = inputs_of(rule, module, layer, q, mine[0][rows], mine[1][rows], options, self._rope)
+            of_one = replace(of_head(inputs, head, group, rows, q.shape[0]), bias=bias)
+            states.append(LayerState(of_one, (head,)))
         offered = offer(rule, states, governed, self._prompt_tokens, q.shape[0])
         for (_, head), kept in choose(rule, [offered], governed, self._prompt_tokens).items():
-            rows = held[head].nonzero()[:, 0][kept]
+            rows = held[head].nonzero()[:, 0]
+            if head in merging:
+                merging[head].fold(q.shape[0], rows, kept, offered.units[head].candidates)
             held[head] = torch.zeros_like(held[head])
-            held[head][rows] = True
+            held[head][rows[kept]] = True
 
     def _prefill_sees(self, layer: int, head: int, queries: Tensor, keys: Tensor) -> Tensor:
         seen = self._in_blocks.get(head)
@@ -189,17 +207,26 @@ class SelectionOracle(Oracle):
                 (module.layer_idx, head), torch.ones(prompt, dtype=torch.bool)
             )
         visible = {head: torch.zeros(total - prompt, total, dtype=torch.bool) for head in heads}
+        merging = {
+            head: MergingHead(overflow, q, k, v, head, options, total - prompt)
+            for number, governed in self._later.items()
+            for head in governed.get(layer, ())
+            if isinstance(overflow := self._plan.policy.rules[number].overflow, Merge)
+        }
+        self._merged = {head: one.out for head, one in merging.items()}
         for query in range(prompt, total):
             for head in heads:
                 held[head][query] = True
                 visible[head][query - prompt] = held[head]
+                if head in merging:
+                    merging[head].attend(query, query - prompt, held[head])
             for number, governed in self._later.items():
                 mine = governed.get(layer, ())
                 rule = self._plan.policy.rules[number]
                 most = max((int(held[head].sum()) for head in mine), default=0)
-                if not mine or not _fires(rule, query + 1 - prompt, most):
+                if not mine or not fires(rule, query + 1 - prompt, most):
                     continue
-                self._fold(rule, governed, module, q[: query + 1], k, v, options, held)
+                self._fold(rule, governed, module, q[: query + 1], k, v, options, held, merging)
         return visible
 
     def _offer(self, module: Any, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> None:
@@ -256,28 +283,3 @@ def replays(served: Sequence[Served], prefills: Mapping[str, Sequence[int]]) -> 
                 )
             )
     return found
-
-
-def _ends(rule: Rule, prompt: int) -> bool:
-    """Whether a prompt is long enough for the rule to select at its end; `prefill_end` is the default."""
-    triggers = rule.trigger or (PrefillEnd(),)
-    return any(isinstance(t, PrefillEnd) and prompt > t.over for t in triggers)
-
-
-def _fires(rule: Rule, generated: int, held: int) -> bool:
-    """After so many generated tokens, when a unit holds so many rows."""
-    return any(
-        (isinstance(t, Every) and generated % t.tokens == 0) or (isinstance(t, Over) and held > t.tokens)
-        for t in rule.trigger
-    )
-
-
-def _governed(table: Sequence[Sequence[Retention]]) -> dict[int, Governed]:
-    """By rule that selects: layer -> heads."""
-    found: dict[int, dict[int, tuple[int, ...]]] = {}
-    for layer, retentions in enumerate(table):
-        for head, retention in enumerate(retentions):
-            if retention.selection is not None:
-                heads = found.setdefault(retention.selection.rule, {})
-                heads[layer] = (*heads.get(layer, ()), head)
-    return dict(sorted(found.items()))

@@ -41,6 +41,7 @@ class Cache:
 
     kv: Tensor  # [N, 2, P, D]; [:, 0] keys, [:, 1] values
     table: Tensor  # int32 [L, U]; head-page or -1
+    bias: Tensor | None = None  # float32 [N, P], added to the logit of a row after the cap; None: zeros
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Bounds:
 class Append(Protocol):
     """Write new rows into the pool, wherever their unit has a head-page for them; the others are dropped.
 
-    `slots` holds the logical token id of each row (logical page * P + offset).
+    `slots` holds the logical token id of each row (logical page * P + offset).  The bias of a new row is 0.
     """
 
     def __call__(
@@ -93,7 +94,8 @@ class AttendExtend(Protocol):
     resident prefix (through the table) and the chunk's own fresh rows (k_new, v_new: they may not survive
     in the pool).
 
-    Reads of the prefix happen before anything of this layer is appended.  Returns the number of holes.
+    Reads of the prefix happen before anything of this layer is appended.  Rows that extends read have no
+    bias: merged rows are private to a request in decode.  Returns the number of holes.
     """
 
     def __call__(

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from kvir.policy_ir.rules import Merge
 from kvir.policy_ir.scores import Accumulated, Noncausal, Norm, Persistent, Score
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class ScoreInputs:
     layer: int = 0  # index among the layers with a KV cache
     first_head: int = 0  # index in the layer of the first KV head given here
     positions: Tensor | None = None  # int64 [n], ascending; None: 0 .. n - 1
+    bias: Tensor | None = None  # float32 [n, Hkv], added to logits after the cap: rows that were merged
     q_obs: Tensor | None = None  # [W, Hq, D], with rotation, in the order of positions
     q_positions: Tensor | None = None  # int64 [W]; None: the W last positions
     running: Mapping[RunningScore, Sums] = field(default_factory=dict)
@@ -198,3 +200,28 @@ class Compact(Protocol):
         kv: Tensor,  # [N, 2, P, D], written
         pages: Tensor,  # int [>= ceil(m / P)], head-pages
     ) -> int: ...
+
+
+class MergeRows(Protocol):
+    """Fold the rows of one unit that go into rows that stay: k, v [m, D] and bias float32 [m] of those.
+
+    What one KV head holds is k, v [n, D] with biases and positions; `stay` are the rows that stay, ascending,
+    `into` those among them that may be changed (a part of `stay`, ascending); all others go.  `q` are the
+    reference queries [R, G, D] at `q_positions` [R].  See `Merge` of the
+    language.  If `into` is empty, nothing is changed.
+    """
+
+    def __call__(
+        self,
+        spec: Merge,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor,
+        positions: Tensor,
+        stay: Tensor,
+        into: Tensor,
+        q: Tensor,
+        q_positions: Tensor,
+        scale: float,
+        logit_cap: float,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...

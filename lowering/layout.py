@@ -22,7 +22,9 @@ from kvir.lowering.stages import (
 )
 from kvir.policy_ir.diagnostic import Report
 from kvir.policy_ir.nodes import Trigger
+from kvir.policy_ir.rules import Merge
 
+BIAS_BYTES = 4  # of a row, float32
 TABLE_ENTRY_BYTES = 4  # int32 head-page of one (logical page, unit)
 MAX_LOGICAL_RATIO = 64
 PAGE_TOKENS = 16
@@ -60,7 +62,9 @@ class Layout:
             dtype=self.dtype,
             unit_count=unit_count,
             classes=classes,
-            head_page_bytes=head_page_bytes(self.page_tokens, layer.head_dim, self.dtype),
+            head_page_bytes=head_page_bytes(
+                self.page_tokens, layer.head_dim, self.dtype, biased=biased(budgeted)
+            ),
             table_bytes_per_page=TABLE_ENTRY_BYTES * unit_count,
             logical_ratio=logical_ratio(classes, unit_count),
             compact=compact_classes(budgeted, self.page_tokens),
@@ -96,9 +100,18 @@ class Layout:
                 )
 
 
-def head_page_bytes(page_tokens: int, head_dim: int, dtype: Dtype) -> int:
-    """K and V of `page_tokens` rows of one unit."""
-    return 2 * page_tokens * head_dim * DTYPE_BYTES[dtype]
+def head_page_bytes(page_tokens: int, head_dim: int, dtype: Dtype, *, biased: bool) -> int:
+    """K and V of `page_tokens` rows of one unit, and their biases where rows are merged."""
+    return page_tokens * (2 * head_dim * DTYPE_BYTES[dtype] + (BIAS_BYTES if biased else 0))
+
+
+def biased(budgeted: BudgetedPolicy) -> bool:
+    """Whether a rule in force merges rows, so that rows have biases."""
+    bound = budgeted.bound
+    rules = bound.verified.policy.rules
+    governing = {rule for table in (bound.prefill_rule, bound.decode_rule) for row in table for rule in row}
+    overflows = [rules[rule].overflow for rule in governing if rule >= 0]
+    return any(isinstance(overflow, Merge) and overflow.bias == "lse" for overflow in overflows)
 
 
 def page_span(retention: Retention, page_tokens: int) -> PageSpan:

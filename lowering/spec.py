@@ -18,6 +18,7 @@ from kvir.lowering.kernel_plan import kernel_choices
 from kvir.lowering.layout import (
     MAX_PAGE_TOKENS,
     TABLE_ENTRY_BYTES,
+    biased,
     compact_classes,
     head_page_bytes,
     logical_ratio,
@@ -126,8 +127,9 @@ def _layout(stage: LayoutPlan) -> Iterator[str]:
         yield "classes do not group the units by the pages they hold"
     if sorted(u for c in stage.classes for u in c.units) != list(range(stage.unit_count)):
         yield "classes are not a partition of the units"
-    if stage.head_page_bytes != head_page_bytes(stage.page_tokens, stage.head_dim, stage.dtype):
-        yield "head_page_bytes is not K and V of one head-page"
+    each = head_page_bytes(stage.page_tokens, stage.head_dim, stage.dtype, biased=biased(stage.budgeted))
+    if stage.head_page_bytes != each:
+        yield "head_page_bytes is not K, V and biases of one head-page"
     if stage.table_bytes_per_page != TABLE_ENTRY_BYTES * stage.unit_count:
         yield "table_bytes_per_page is not one entry per unit"
     if stage.logical_ratio != logical_ratio(stage.classes, stage.unit_count):

@@ -225,7 +225,7 @@ class LayoutPlan(Stage, frozen=True, kw_only=True, omit_defaults=True):
     dtype: Dtype
     unit_count: int
     classes: tuple[ResidencyClass, ...]  # the class of full units, if any, first
-    head_page_bytes: int  # K and V of `page_tokens` rows of one unit
+    head_page_bytes: int  # K and V of `page_tokens` rows of one unit, and biases where rows are merged
     table_bytes_per_page: int  # the residency table's cost of one logical page
     logical_ratio: int  # logical tokens per full-KV token of the pool
     compact: tuple[CompactClass, ...] = ()  # a partition of the units that select by score

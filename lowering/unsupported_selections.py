@@ -10,8 +10,8 @@ from msgspec import Struct
 from kvir.lowering.layout import PAGE_TOKENS
 from kvir.lowering.stages import BudgetedPolicy, MassAmount, OpenAmount
 from kvir.policy_ir.budgets import Preference
-from kvir.policy_ir.nodes import TopK, TopP
-from kvir.policy_ir.rules import Evict, Over, PrefillChunk
+from kvir.policy_ir.nodes import Rule, TopK, TopP
+from kvir.policy_ir.rules import Every, Evict, Over, PrefillChunk
 from kvir.policy_ir.scores import (
     Accumulated,
     CriticalKV,
@@ -21,6 +21,7 @@ from kvir.policy_ir.scores import (
     ValueLeverage,
 )
 
+Table = tuple[tuple[int, ...], ...]
 SUMS = (Accumulated, Persistent, Noncausal, ExpectedAttention, ValueLeverage)  # over many queries
 REFUSED_BY = "refused by the stage `runtime`"
 
@@ -46,8 +47,9 @@ def of_selections(budgeted: BudgetedPolicy) -> Iterator[Unsupported]:
         for j, trigger in enumerate(rule.trigger):
             if isinstance(trigger, PrefillChunk):
                 yield from _after_blocks(budgeted, i, trigger, f"$.rules[{i}].trigger[{j}]")
-        if not isinstance(rule.overflow, Evict):
-            yield _refused(tag(rule.overflow), f"$.rules[{i}].overflow", "leave `overflow` out")
+        if not isinstance(rule.overflow, Evict) and not _only_while_decoding(rule, i, governing):
+            help = "merge in a rule of `phase: decode` with `every` or `over`"
+            yield _refused("merge", f"$.rules[{i}].overflow", help, "`merge` when a prompt ends")
         for j, term in enumerate(rule.keep):
             match term:
                 case TopK(budget=Preference(), by=CriticalKV()):
@@ -70,6 +72,12 @@ def of_selections(budgeted: BudgetedPolicy) -> Iterator[Unsupported]:
                     "units that select when a prompt ends keep what is left and all later rows",
                     "a window in decode over rows that prefill chose by score",
                 )
+
+
+def _only_while_decoding(rule: Rule, number: int, governing: tuple[Table, Table]) -> bool:
+    return not any(number in row for row in governing[0]) or all(
+        isinstance(trigger, Every | Over) for trigger in rule.trigger
+    )
 
 
 def _after_blocks(

@@ -53,16 +53,24 @@ class Evict(OverflowBase, frozen=True, tag="evict"):
 
 
 class Merge(OverflowBase, frozen=True, tag="merge"):
-    """Rows that do not stay are averaged into rows that do.
+    """Rows that do not stay are averaged into rows that do, and the attention that they had is kept.
 
-    `into: pairwise` joins the best loser with the worst winner and so on, `one` all losers with the worst
-    winner, `neighbour` each loser with the next row that stays.  Weights are scores, or equal.  Averaged
-    keys blur their positions, so keys may stay as they are.
+    How much a row counts is its share of the attention of the last `queries` queries, the reference.
+    `into: pairwise` joins the row of most attention among those that go with the one of least among those
+    that stay, and so on, round and round; `one` joins all with that one; `neighbour` each with the next row
+    that stays.  `weights: equal` averages without regard to attention.  Averaged keys blur their positions,
+    so keys may stay as they are.
+
+    By Jensen's inequality a merged row has less attention than the rows that it stands for.  `bias: lse`
+    adds a bias to its logit, so that the attention that the reference queries give it is the sum of theirs:
+    for one reference query, the log-sum-exp and the output are what they were.  The published code has none.
     """
 
     into: Literal["pairwise", "one", "neighbour"] = "pairwise"
     keys: Literal["average", "keep"] = "average"
-    weights: Literal["score", "equal"] = "score"
+    weights: Literal["attention", "equal"] = "attention"
+    bias: Literal["lse", "none"] = "lse"
+    queries: Tokens = 32
 
 
 Overflow = Evict | Merge

@@ -18,6 +18,7 @@ class HeldRows:
     k: torch.Tensor  # [n, heads, D]
     v: torch.Tensor
     positions: torch.Tensor | None = None  # int64 [n]; None: 0 .. n - 1
+    bias: torch.Tensor | None = None  # float32 [n], of one head; None: zeros
 
     def of(self, head: int) -> HeldRows:
         """One of the heads, still [n, 1, D]."""
@@ -68,7 +69,11 @@ class RowReader:
         own = torch.from_numpy(compact.table[: -(-copied // size), number].astype("int64"))
         old = self._one(own, 0, copied, None)
         positions = torch.cat([torch.from_numpy(compact.positions[number]), torch.arange(first, tokens)])
-        return HeldRows(torch.cat([old.k, dense.k]), torch.cat([old.v, dense.v]), positions)
+        bias = None
+        if self._pool.bias is not None:
+            merged = self._pool.bias[own].flatten()[:copied]
+            bias = torch.cat([merged, merged.new_zeros(dense.k.shape[0])])
+        return HeldRows(torch.cat([old.k, dense.k]), torch.cat([old.v, dense.v]), positions, bias)
 
     def _dense_pages(self, unit: tuple[int, int], pages: IntArray, first: int, tokens: int) -> torch.Tensor:
         logical = torch.from_numpy(pages[first : -(-tokens // self._pool.page_size)])

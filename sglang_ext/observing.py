@@ -27,10 +27,11 @@ class Wants:
     needs: frozenset[Need]
 
     @staticmethod
-    def of(scores: Iterable[Score]) -> Wants:
+    def of(scores: Iterable[Score], *, at_least: int = 0) -> Wants:
+        """`at_least`: queries that are wanted besides."""
         scores = list(scores)
         return Wants(
-            queries=max(map(window, scores), default=0),
+            queries=max([at_least, *map(window, scores)]),
             running=tuple(dict.fromkeys(r for score in scores for r in running(score))),
             skips=tuple(dict.fromkeys(s for score in scores for s in skips(score))),
             needs=frozenset(need for score in scores for need in needs(score)),

@@ -40,7 +40,10 @@ class KvirPool(KVCache):
         super().__init__(logical_tokens, page_tokens, dtype, geometry.layer_count, device, False)
         self.plan = plan
         self.physical_tokens = physical_tokens
-        self.head_page_count = physical_tokens // page_tokens * layout.unit_count
+        bytes_of_full = 2 * page_tokens * layout.head_dim * dtype.itemsize
+        pages_of_full = physical_tokens // page_tokens * layout.unit_count
+        self.head_page_bytes = layout.head_page_bytes  # with biases, where rows are merged
+        self.head_page_count = pages_of_full * bytes_of_full // self.head_page_bytes
         # logical page ids run from 1 (SGLang keeps 0 for padded tokens); spare rows behind them hold shadows
         page_count = logical_tokens // page_tokens + 1
         self.shadow_base = page_count
@@ -56,27 +59,27 @@ class KvirPool(KVCache):
         self.kv = torch.zeros(
             (self.head_page_count, 2, page_tokens, layout.head_dim), dtype=dtype, device=device
         )
+        self.bias: torch.Tensor | None = None
+        if self.head_page_bytes > bytes_of_full:
+            shape = self.head_page_count, page_tokens
+            self.bias = torch.zeros(shape, dtype=torch.float32, device=device)
         rows = page_count + shadow_rows + spare_rows
         self.table = torch.full((rows, layout.unit_count), -1, dtype=torch.int32, device=device)
-        self.cache = Cache(kv=self.kv, table=self.table)
+        self.cache = Cache(kv=self.kv, table=self.table, bias=self.bias)
         self.prefill_bounds = _bounds(plan.budgeted.prefill, device)
         self.decode_bounds = _bounds(plan.budgeted.decode, device)
-        self.mem_usage = self.kv.numel() * self.kv.element_size() / (1 << 30)
+        self.mem_usage = self.head_page_count * self.head_page_bytes / (1 << 30)
         logger.info(
             "kvir: plan %r: %d head-pages of %d bytes = %.1f MiB, table %.1f MiB, %d logical tokens, "
             "%d classes",
             plan.policy.name,
             self.head_page_count,
             self.head_page_bytes,
-            self.kv.numel() * self.kv.element_size() / 2**20,
+            self.head_page_count * self.head_page_bytes / 2**20,
             self.table.numel() * 4 / 2**20,
             logical_tokens,
             geometry.class_count,
         )
-
-    @property
-    def head_page_bytes(self) -> int:
-        return self.kv[0].numel() * self.kv.element_size()
 
     def _spare_rows(self, geometry: Geometry) -> int:
         """Table rows for compact pages.  A row holds a head-page of every unit at best, of one unit at worst;

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kvir.kernels.ref.compact import compact as copy_rows
+from kvir.kernels.ref.compact import copy_biases
 from kvir.kernels.ref.prompt_inputs import of_query_heads
 from kvir.kernels.ref.select_offer import LayerState, Offer, Unit, offer
 from kvir.kernels.ref.select_rule import choose
@@ -24,11 +25,12 @@ from kvir.sglang_ext.blocks import attend_block, blocks, extended, left
 from kvir.sglang_ext.compact import Compact
 from kvir.sglang_ext.forwards import LayerCall, Work, score_inputs
 from kvir.sglang_ext.held_rows import HeldRows, RowReader
+from kvir.sglang_ext.merging import reference
 from kvir.sglang_ext.model_parts import ModelParts, needed
 from kvir.sglang_ext.observing import LayerMemory, Wants
 from kvir.sglang_ext.pool import KvirPool
 from kvir.sglang_ext.requests import RequestState
-from kvir.sglang_ext.selecting_rules import Selecting, rule_scores, selecting_rules
+from kvir.sglang_ext.selecting_rules import Selecting, merge_queries, rule_scores, selecting_rules
 
 if TYPE_CHECKING:
     from kvir.sglang_ext.allocator import KvirAllocator
@@ -50,7 +52,10 @@ class RowSelection:
         every = [each for rules in self._rules.values() for each in rules.values()]
         for layer in sorted({layer for each in every for layer in each.governed}):
             rules = [each.rule for each in every if layer in each.governed]
-            self._wants[layer] = Wants.of(s for rule in rules for s in rule_scores(rule))
+            self._wants[layer] = Wants.of(
+                (s for rule in rules for s in rule_scores(rule)),
+                at_least=max(map(merge_queries, rules), default=0),
+            )
         self._blocks = {
             layer: [
                 (number, each)
@@ -234,8 +239,14 @@ class RowSelection:
             if each.waits:
                 work.offers.setdefault(number, []).append(offered)
                 continue
+            fold = reference(each.rule, memory.queries, work.tokens, call, self._group)
             for unit, kept in choose(each.rule, [offered], each.governed, prompt).items():
-                self._copy(work, unit, kept, rows[unit[1]])
+                held, head = rows[unit[1]], unit[1]
+                if fold is None:
+                    self._copy(work, unit, kept, held)
+                else:
+                    merged = fold.apply(held, kept, offered.units[head].candidates, head)
+                    self._copy(work, unit, None, merged)
 
     def _offer(
         self,
@@ -264,7 +275,8 @@ class RowSelection:
     def _of_head(self, inputs: ScoreInputs, head: int, held: HeldRows) -> ScoreInputs:
         group = self._group
         mine = of_query_heads(inputs, slice(head * group, (head + 1) * group))
-        return replace(mine, k=held.k, v=held.v, first_head=head, positions=held.positions)
+        bias = None if held.bias is None else held.bias[:, None]
+        return replace(mine, k=held.k, v=held.v, first_head=head, positions=held.positions, bias=bias)
 
     def _copy(self, work: Work, unit: Unit, kept: torch.Tensor | None, held: HeldRows) -> None:
         """Fill the compact head-pages of one unit with the kept ones of its rows; None: all of them."""
@@ -277,5 +289,7 @@ class RowSelection:
             kept = torch.arange(held.k.shape[0])
         positions = kept if held.positions is None else held.positions[kept]
         moved = positions < int(compact.chosen.at[number] - compact.chosen.left[number])
-        pages = compact.place(number, layer, positions[moved].numpy())
-        copy_rows(held.k[:, 0], held.v[:, 0], kept[moved], self._pool.kv, torch.from_numpy(pages))
+        pages = torch.from_numpy(compact.place(number, layer, positions[moved].numpy()))
+        copy_rows(held.k[:, 0], held.v[:, 0], kept[moved], self._pool.kv, pages)
+        if self._pool.bias is not None:
+            copy_biases(held.bias, kept[moved], self._pool.bias, pages)

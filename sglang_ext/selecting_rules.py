@@ -9,7 +9,7 @@ from kvir.kernels.ref.select_offer import Governed
 from kvir.kernels.ref.select_rule import spans_layers
 from kvir.lowering.stages import ExecutionPlan
 from kvir.policy_ir.nodes import Phase, Rule
-from kvir.policy_ir.rules import Every
+from kvir.policy_ir.rules import Every, Merge
 from kvir.policy_ir.scores import Score
 from kvir.sglang_ext.folding import block_tokens
 
@@ -53,6 +53,11 @@ def rule_scores(rule: Rule) -> list[Score]:
     return [score for term in rule.keep for score in term_scores(term)]
 
 
+def merge_queries(rule: Rule) -> int:
+    """The last queries that a rule's merges refer to."""
+    return rule.overflow.queries if isinstance(rule.overflow, Merge) else 0
+
+
 def observed_at_prompt_end(plan: ExecutionPlan) -> int | None:
     """Queries at a prompt's end that must be computed, not taken from the prefix cache; None: all of them."""
     rules = selecting_rules(plan, "prefill").values()
@@ -74,6 +79,6 @@ def observed_in_decode(plan: ExecutionPlan) -> int:
     most = 0
     for each in selecting_rules(plan, "decode").values():
         first = min((t.tokens for t in each.rule.trigger if isinstance(t, Every)), default=1)
-        counts = (observed_queries(score) or 0 for score in rule_scores(each.rule))
-        most = max(most, *(count - first for count in counts), 0)
+        counts = [observed_queries(score) or 0 for score in rule_scores(each.rule)]
+        most = max(most, *(count - first for count in (*counts, merge_queries(each.rule))))
     return most

@@ -23,6 +23,7 @@ struct Append {
             for (int64_t h = 0; h < a.kv_heads; h++) {
                 const uint32_t head_page = uint32_t(head_pages[h]);
                 if (head_page >= c.head_pages) continue;
+                if (c.bias) c.bias[head_page * c.page_rows + offset] = 0;
                 char* to = c.kv + (head_page * 2 * half + offset * row_bytes);
                 const int64_t k = t * a.k_token_stride + h * a.k_head_stride;
                 const int64_t v = t * a.v_token_stride + h * a.v_head_stride;

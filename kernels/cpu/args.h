@@ -10,6 +10,7 @@ enum class Dtype : int { float32 = 0, bfloat16 = 1, float16 = 2 };
 
 struct CacheView {
     char* kv;               // [head_pages, 2, page_rows, head_size]
+    float* bias;            // [head_pages, page_rows], or null
     const int32_t* table;   // [logical_pages, U]
     int64_t table_stride;
     int64_t head_pages;

@@ -25,8 +25,8 @@ struct DecodeItem {
 struct Softmax {
     float reference, scale, cap;
 
-    // Logits of a tile, `rows` of them real, become weights; `sums` [W] and o [d] follow.
-    template <bool PRECISE> inline void tile(float* s, int rows, float* sums, float* o, int d) {
+    // Logits of a tile, `rows` of them real, become weights; `sums` [W] and o [d] follow.  `bias` [TILE] or null.
+    template <bool PRECISE> inline void tile(float* s, int rows, const float* bias, float* sums, float* o, int d) {
         constexpr float LOG2E = 1.44269504088896341f;
         V x[TILE / W], top = set1(-INFINITY);
         for (int i = 0; i < TILE / W; i++) {
@@ -35,6 +35,7 @@ struct Softmax {
                 x[i] = mul(tanh_(mul(x[i], set1(scale / cap))), set1(cap * LOG2E));
             else
                 x[i] = mul(x[i], set1(scale * LOG2E));
+            if (bias) x[i] = fma(load(bias + i * W), set1(LOG2E), x[i]);
             if (rows < TILE) x[i] = rows > i * W ? keep_first(x[i], rows - i * W) : set1(-INFINITY);
             top = vmax(top, x[i]);
         }
@@ -87,6 +88,15 @@ template <class T, int D> struct Decode {
         return rows;
     }
 
+    // The biases of the rows whose keys are at `keys`.
+    void find_biases(const T* const* keys, int rows, float* biases) const {
+        const int64_t page_rows = a.cache.page_rows;
+        for (int i = 0; i < rows; i++) {
+            const int64_t row = (keys[i] - (const T*)a.cache.kv) / d;  // values count as rows, too
+            biases[i] = a.cache.bias[row / (2 * page_rows) * page_rows + row % page_rows];
+        }
+    }
+
     void chunk(const DecodeItem& item, const DecodeItem* next, float* partial) {
         const T* keys[CHUNK_MOST + TILE + AHEAD_MOST];
         int64_t missing = 0, ignored = 0;
@@ -114,6 +124,7 @@ template <class T, int D> struct Decode {
             int64_t more = next ? find_rows(*next, AHEAD_MOST, keys + rows, ignored) : 0;
             for (int64_t i = rows + more; i < rows + TILE + AHEAD_MOST; i++) keys[i] = keys[i - 1];
             const int64_t to_value = a.cache.page_rows * d;
+            float biases[TILE] = {};
             for (int i = 0; i < ahead.far; i++)
                 for (int c = 0; c < d; c += LINE / sizeof(T)) {
                     prefetch(keys + i, c, {0, 0});
@@ -122,8 +133,10 @@ template <class T, int D> struct Decode {
             for (int64_t t = 0; t < rows; t += TILE) {
                 const int n = rows - t < TILE ? int(rows - t) : TILE;
                 dot(q, keys + t, n, s);
+                if (a.cache.bias) find_biases(keys + t, n, biases);
+                const float* bias = a.cache.bias ? biases : nullptr;
                 for (int g = 0; g < group; g++)
-                    softmax[g].template tile<sizeof(T) == 4>(s + g * TILE, n, sums + g * W, o + g * d, d);
+                    softmax[g].template tile<sizeof(T) == 4>(s + g * TILE, n, bias, sums + g * W, o + g * d, d);
                 values(o, s, keys + t, to_value, n);
             }
         }

@@ -44,6 +44,7 @@ public:
     CacheView cache() {
         CacheView c;
         c.kv = address<char>();
+        c.bias = address<float>();
         c.table = address<const int32_t>();
         c.table_stride = integer();
         c.head_pages = integer();

@@ -199,7 +199,22 @@ def _cache(cache: Cache, units: int) -> tuple[int, ...]:
         or kv.device.type != "cpu"
     ):
         _refuse(kv=kv, table=table)
-    return kv.data_ptr(), table.data_ptr(), table_stride, head_pages, table.shape[0], page_rows, head_dim
+    bias = cache.bias
+    if bias is not None and (
+        bias.dtype is not torch.float32 or bias.shape != (head_pages, page_rows) or not bias.is_contiguous()
+    ):
+        _refuse(kv=kv, bias=bias)
+    biases = 0 if bias is None else bias.data_ptr()
+    return (
+        kv.data_ptr(),
+        biases,
+        table.data_ptr(),
+        table_stride,
+        head_pages,
+        table.shape[0],
+        page_rows,
+        head_dim,
+    )
 
 
 def _bounds(bounds: Bounds, units: int, batch: int = 0) -> tuple[int, int, int]:

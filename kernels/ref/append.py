@@ -20,3 +20,5 @@ def append(k: Tensor, v: Tensor, cache: Cache, slots: Tensor, unit0: int) -> Non
         kept = known & (head_page >= 0) & (head_page < cache.kv.shape[0])
         cache.kv[head_page[kept], 0, offset[kept]] = k[kept, head]
         cache.kv[head_page[kept], 1, offset[kept]] = v[kept, head]
+        if cache.bias is not None:
+            cache.bias[head_page[kept], offset[kept]] = 0

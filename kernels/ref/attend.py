@@ -30,12 +30,11 @@ def attend_decode(
             position = torch.tensor([length - 1])
             sink, recent = (int((x if x.dim() == 1 else x[b])[unit]) for x in (bounds.sink, bounds.recent))
             seen = visible(position, torch.arange(length), sink, recent)[0]
-            k, v, _, missing = read_rows(cache, pages[b], unit, seen.nonzero()[:, 0])
+            k, v, bias, _, missing = read_rows(cache, pages[b], unit, seen.nonzero()[:, 0])
             holes += missing
             everything = torch.ones(1, k.shape[0], dtype=torch.bool)
-            out[b, heads] = attention(q[b : b + 1, heads], k, v, everything, scale, logit_cap)[0].to(
-                out.dtype
-            )
+            found = attention(q[b : b + 1, heads], k, v, everything, scale, logit_cap, bias)
+            out[b, heads] = found[0].to(out.dtype)
     return holes
 
 
@@ -68,7 +67,7 @@ def attend_extend(
             sink, recent = int(bounds.sink[unit]), int(bounds.recent[unit])
             # Rows of the prefix that no query sees are never read: they may be gone.
             seen = visible(positions, torch.arange(prefix), sink, recent).any(dim=0).nonzero()[:, 0]
-            k_old, v_old, there, missing = read_rows(cache, pages[b], unit, seen)
+            k_old, v_old, _, there, missing = read_rows(cache, pages[b], unit, seen)
             holes += missing
             k = torch.cat([k_old, k_new[tokens, head].float()])
             v = torch.cat([v_old, v_new[tokens, head].float()])
@@ -83,8 +82,11 @@ def visible(positions: Tensor, rows: Tensor, sink: int, recent: int) -> Tensor:
     return (j <= p) & ((j < sink) | (j > p - recent))
 
 
-def read_rows(cache: Cache, pages: Tensor, unit: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Keys, values (float32, [n, D]) of a request's rows in one unit, the rows found, and how many were not.
+def read_rows(
+    cache: Cache, pages: Tensor, unit: int, rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    """Keys, values (float32, [n, D]) and biases [n] of a request's rows in one unit, the rows found, and how
+    many were not.
 
     A row whose logical page or head-page is out of range counts as absent.
     """
@@ -95,18 +97,24 @@ def read_rows(cache: Cache, pages: Tensor, unit: int, rows: Tensor) -> tuple[Ten
     known = (page >= 0) & (page < cache.table.shape[0])
     head_page = torch.where(known, cache.table[page.clamp(0, cache.table.shape[0] - 1), unit].long(), -1)
     there = (head_page >= 0) & (head_page < cache.kv.shape[0])
-    found = cache.kv[head_page[there], :, rows[there] % page_rows].float()
-    return found[:, 0], found[:, 1], rows[there], int((~there).sum())
+    place = head_page[there], rows[there] % page_rows
+    found = cache.kv[place[0], :, place[1]].float()
+    bias = torch.zeros(len(found)) if cache.bias is None else cache.bias[place]
+    return found[:, 0], found[:, 1], bias, rows[there], int((~there).sum())
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, logit_cap: float) -> Tensor:
-    """q [n, G, D], k and v [m, D] float32, mask bool [n, m] -> float32 [n, G, D].
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, logit_cap: float, bias: Tensor | None = None
+) -> Tensor:
+    """q [n, G, D], k and v [m, D] float32, mask bool [n, m], bias float32 [m] -> float32 [n, G, D].
 
     A query that sees nothing gets zeros.
     """
     logits = torch.einsum("ngd,md->ngm", q.float(), k) * scale
     if logit_cap > 0:
         logits = logit_cap * torch.tanh(logits / logit_cap)
+    if bias is not None:
+        logits = logits + bias
     logits = logits.masked_fill(~mask[:, None, :], -torch.inf)
     blind = ~mask.any(dim=1)
     weights = torch.softmax(logits, dim=-1)

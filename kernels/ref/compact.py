@@ -18,3 +18,11 @@ def compact(k: Tensor, v: Tensor, rows: Tensor, kv: Tensor, pages: Tensor) -> in
     kv[page, 0, offset] = k[rows].to(kv.dtype)
     kv[page, 1, offset] = v[rows].to(kv.dtype)
     return rows.numel()
+
+
+def copy_biases(bias: Tensor | None, rows: Tensor, to: Tensor, pages: Tensor) -> None:
+    """The biases of `rows` (of bias float32 [n]; None: zeros) into `to` float32 [N, P], as `compact` places
+    the rows."""
+    place = torch.arange(rows.numel())
+    page, offset = pages[place // to.shape[1]].long(), place % to.shape[1]
+    to[page, offset] = 0.0 if bias is None else bias[rows]

@@ -72,6 +72,8 @@ def window_weights(spec: Attention, inputs: ScoreInputs) -> Tensor:
     if spec.queries == "mean":
         q, q_positions = q.mean(dim=0, keepdim=True), q_positions[-1:]
     logits = logits_of(q, inputs.k, inputs.scale, inputs.logit_cap)
+    if inputs.bias is not None:
+        logits = logits + inputs.bias.T[:, None, None].to(logits.dtype)
     if spec.group_at == "logits":
         logits = reduce(logits, spec.group, dim=1, keepdim=True)
     if spec.pool_at == "logits":

@@ -1,0 +1,47 @@
+"""Rows that a selection would drop, folded into rows that stay (`overflow: merge`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvir.kernels.ref.merge import merge_rows
+from kvir.policy_ir.nodes import Rule
+from kvir.policy_ir.rules import Merge
+from kvir.sglang_ext.forwards import LayerCall
+from kvir.sglang_ext.held_rows import HeldRows
+
+
+def reference(
+    rule: Rule, q: torch.Tensor | None, tokens: int, call: LayerCall, group: int
+) -> Reference | None:
+    """What a rule's merges refer to, given the last queries [W, Hq, D] of a sequence; None: it evicts."""
+    if not isinstance(rule.overflow, Merge) or q is None:
+        return None
+    return Reference(rule.overflow, q, tokens, call.scale, call.logit_cap, group)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The queries of one layer whose attention a merge keeps."""
+
+    spec: Merge
+    q: torch.Tensor  # [R, Hq, D], the last ones, of positions up to `tokens`
+    tokens: int
+    scale: float
+    logit_cap: float
+    group: int  # query heads of a KV head
+
+    def apply(self, held: HeldRows, kept: torch.Tensor, candidates: tuple[int, int], head: int) -> HeldRows:
+        """The rows `kept` of one head, with the others in those that were candidates."""
+        into = kept[(kept >= candidates[0]) & (kept < candidates[1])]
+        q = self.q[-self.spec.queries :, head * self.group : (head + 1) * self.group]
+        rows = held.k.shape[0]
+        positions = torch.arange(rows) if held.positions is None else held.positions
+        bias = torch.zeros(rows) if held.bias is None else held.bias
+        k, v, bias = merge_rows(
+            self.spec, held.k[:, 0], held.v[:, 0], bias, positions, kept, into,
+            q, torch.arange(self.tokens - q.shape[0], self.tokens), self.scale, self.logit_cap,
+        )  # fmt: skip
+        return replace(held, k=k[:, None], v=v[:, None], positions=positions[kept], bias=bias)
