@@ -37,6 +37,8 @@ SERVERS = (
     "blocks-retract",
     "folding",
     "folding-retract",
+    "merging",
+    "merging-retract",
 )
 
 

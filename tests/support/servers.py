@@ -63,6 +63,8 @@ SERVERS: Mapping[str, Setup] = {
     "blocks-retract": Setup("blocks", 4096, PLAIN, RETRACTIONS),
     "folding": Setup("folding", 4096),
     "folding-retract": Setup("folding", 4096, PLAIN, RETRACTIONS),
+    "merging": Setup("merging", 4096),
+    "merging-retract": Setup("merging", 4096, PLAIN, RETRACTIONS),
     "rivals-retract": Setup("rivals", 4096, PLAIN, RETRACTIONS),
     "uniform-retract": Setup("uniform", 4096, PLAIN, RETRACTIONS),
     "table-retract": Setup("table", 4096, PLAIN, RETRACTIONS, lowered=True),
