@@ -197,8 +197,9 @@ def _cache(cache: Cache, units: int) -> tuple[int, ...]:
         or table_last != 1
         or units > table.shape[1]
         or kv.device.type != "cpu"
+        or cache.bias is not None
     ):
-        _refuse(kv=kv, table=table)
+        _refuse(kv=kv, table=table, **({} if cache.bias is None else {"bias": cache.bias}))
     return kv.data_ptr(), table.data_ptr(), table_stride, head_pages, table.shape[0], page_rows, head_dim
 
 
