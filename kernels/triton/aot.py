@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from kvir.kernels.triton.settings import INTERPRETED
 
 WARP_LANES = 32
 REGISTERS = 65_536  # of a multiprocessor, sm_80 to sm_100
@@ -50,11 +53,14 @@ class Built:
 class _Driver:
     """Says which GPU is to be compiled for."""
 
+    _numbers = count(1)
+
     def __init__(self, capability: int) -> None:
+        self._number = next(self._numbers)
         self.target = GPUTarget("cuda", capability, WARP_LANES)
 
     def get_current_device(self) -> int:
-        return self.target.arch  # a number of its own for each kind, so that kernels do not mix
+        return self._number  # never the same one: Triton keeps kernels in memory by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -66,19 +72,20 @@ class _Driver:
 @contextmanager
 def compiling(capability: int) -> Iterator[list[Any]]:
     """Inside, launches compile for `capability` (90 for sm_90) and run nothing; yields what was compiled."""
-    if triton.knobs.runtime.interpret:
+    if INTERPRETED:
         raise RuntimeError("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
     found: dict[str, Any] = {}
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        kernel: Any = run(self, *args, grid=grid, warmup=True, **kwargs)
         found[kernel.hash] = kernel
         return kernel
 
     kernels: list[Any] = []
     JITFunction.run = compile_only
-    driver.set_active(_Driver(capability))
+    stand_in: Any = _Driver(capability)
+    driver.set_active(stand_in)
     try:
         yield kernels
     finally:

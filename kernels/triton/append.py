@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from kvir.kernels.triton.settings import kernel
 
-@triton.jit(do_not_specialize=["unit0", "logical_pages", "table_stride", "head_page_count"])
+
+@kernel("unit0", "logical_pages", "table_stride", "head_page_count")
 def append_rows(
     k,  # [T, Hkv, D]
     v,

@@ -5,13 +5,15 @@ the weights of all queries.  A row belongs to one program, so there is nothing t
 the same input gives the same bits.
 """
 
+# Triton's ranges and blocks exist for its compiler alone.
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from kvir.kernels.triton.rows import logits_in_bits
-from kvir.kernels.triton.settings import LN_2, LOG2_E
+from kvir.kernels.triton.settings import LN_2, LOG2_E, kernel
 
 SUM = tl.constexpr(0)
 SQUARES = tl.constexpr(1)
@@ -19,7 +21,7 @@ LARGEST = tl.constexpr(2)
 COUNT = tl.constexpr(3)  # queries to which a row matters
 
 
-@triton.jit(do_not_specialize=["tokens", "rows", "part_rows"])
+@kernel("tokens", "rows", "part_rows")
 def lse_parts(
     q,  # [T, Hq, D]
     k,  # [n, Hkv, D]
@@ -80,7 +82,7 @@ def lse_parts(
     tl.store(part_sum + at, total, mask=real)
 
 
-@triton.jit(do_not_specialize=["parts", "count"])
+@kernel("parts", "count")
 def lse_merge(part_max, part_sum, lse, parts, count, BLOCK: tl.constexpr):
     """float32 [parts, count] -> natural log-sum-exp [count]; -inf for a query that sees no row."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -97,7 +99,7 @@ def lse_merge(part_max, part_sum, lse, parts, count, BLOCK: tl.constexpr):
     tl.store(lse + i, (m + tl.log2(total)) * LN_2, mask=real)
 
 
-@triton.jit(do_not_specialize=["tokens", "rows"])
+@kernel("tokens", "rows")
 def column_sums(
     q,  # [T, Hq, D]
     k,  # [n, Hkv, D]

@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvir.kernels.triton.settings import padded
+from kvir.kernels.triton.settings import kernel, padded
 
 BLOCK_ROWS = 32
 
 
-@triton.jit(do_not_specialize=["stored", "head_page_count", "page_count", "rows_stride", "pages_stride"])
+@kernel("stored", "head_page_count", "page_count", "rows_stride", "pages_stride")
 def gather_rows(
     k,  # [n, units, D]
     v,

@@ -4,25 +4,19 @@ Residency table, sinks, window and compact rows are all read in one pass: `Bound
 its compact rows the sinks, and the rows behind them its window (`kernels/ops.py`).
 """
 
+# Triton's ranges and blocks exist for its compiler alone.
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from kvir.kernels.triton.rows import fold_in, head_pages, logits_in_bits, places, visible_rows
-from kvir.kernels.triton.settings import LOG2_E
+from kvir.kernels.triton.settings import LOG2_E, kernel
 
 
-@triton.jit(
-    do_not_specialize=[
-        "unit0",
-        "head_page_count",
-        "logical_pages",
-        "max_pages",
-        "table_stride",
-        "pages_stride",
-        "bounds_stride",
-    ]
+@kernel(
+    "unit0", "head_page_count", "logical_pages", "max_pages", "table_stride", "pages_stride", "bounds_stride"
 )
 def decode_items(
     q,  # [B, Hq, D]
@@ -129,7 +123,7 @@ def decode_items(
         tl.store(partial_lse + item * G + g, m + tl.log2(total), mask=g < G)
 
 
-@triton.jit(do_not_specialize=["unit0", "bounds_stride"])
+@kernel("unit0", "bounds_stride")
 def merge_items(
     lens,
     sinks,

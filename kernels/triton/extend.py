@@ -5,26 +5,18 @@ The queries of a block are (token, query head of the group) pairs, so that heads
 once.  The grid is fixed by the number of tokens and requests; each program finds its request by itself.
 """
 
+# Triton's ranges and blocks exist for its compiler alone.
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from kvir.kernels.triton.rows import fold_in, head_pages, logits_in_bits, places, visible_rows
-from kvir.kernels.triton.settings import LN_2
+from kvir.kernels.triton.settings import LN_2, kernel
 
 
-@triton.jit(
-    do_not_specialize=[
-        "batch",
-        "unit0",
-        "head_page_count",
-        "logical_pages",
-        "max_pages",
-        "table_stride",
-        "pages_stride",
-    ]
-)
+@kernel("batch", "unit0", "head_page_count", "logical_pages", "max_pages", "table_stride", "pages_stride")
 def extend_blocks(
     q,  # [T, Hq, D]
     k_new,  # [T, Hkv, D]

@@ -244,7 +244,7 @@ def launch_extend(
         cache.kv.shape[0], cache.table.shape[0], pages.shape[1], cache.table.stride(0), pages.stride(0),
         q.stride(0), q.stride(1), k_new.stride(0), k_new.stride(1), v_new.stride(0), v_new.stride(1),
         out.stride(0), out.stride(1), scale, logit_cap,
-        BATCH=padded(batch), G=group, QUERIES=tile.queries, TOKENS=block_tokens, D=head_dim,
+        BATCH=padded(batch, 64), G=group, QUERIES=tile.queries, TOKENS=block_tokens, D=head_dim,
         DIM=padded(head_dim, 16), P=cache.kv.shape[2], ROWS=tile.rows, CAP=logit_cap > 0, LSE=lse is not None,
         WIDEN=widen(q), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

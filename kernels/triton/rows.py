@@ -7,13 +7,12 @@ over visible rows alone, and what lies between costs nothing.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
-from kvir.kernels.triton.settings import LOG2_E
+from kvir.kernels.triton.settings import LOG2_E, kernel
 
 
-@triton.jit
+@kernel()
 def visible_rows(position, stop, sink, recent):
     """Of rows [0, `stop`), how many a query at `position` sees, and how many are hidden behind the sinks.
 
@@ -24,13 +23,13 @@ def visible_rows(position, stop, sink, recent):
     return stop - hidden, hidden
 
 
-@triton.jit
+@kernel()
 def places(numbers, sink, hidden):
     """Positions of visible rows `numbers`."""
     return numbers + tl.where(numbers >= sink, hidden, 0)
 
 
-@triton.jit
+@kernel()
 def head_pages(
     positions,  # int32 [N], rows of the request
     wanted,  # bool [N]
@@ -51,7 +50,7 @@ def head_pages(
     return found, known & (found >= 0) & (found < head_page_count)
 
 
-@triton.jit
+@kernel()
 def logits_in_bits(q, k, scale, logit_cap, CAP: tl.constexpr, WIDEN: tl.constexpr):
     """q [M, D] times k [D, N], scaled, capped and times log2(e), so that exp2 gives weights.
 
@@ -68,7 +67,7 @@ def logits_in_bits(q, k, scale, logit_cap, CAP: tl.constexpr, WIDEN: tl.constexp
     return x * LOG2_E
 
 
-@triton.jit
+@kernel()
 def fold_in(m, total, acc, x, v, WIDEN: tl.constexpr):
     """One step of the running softmax: logits x [M, N], -inf where a row is not seen, and values v [N, D]."""
     highest = tl.maximum(m, tl.max(x, 1))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -10,8 +13,19 @@ from torch import Tensor
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1 when this is imported
+_knobs: Any = getattr(triton, "knobs")  # noqa: B009  made on demand
+INTERPRETED = bool(_knobs.runtime.interpret)  # TRITON_INTERPRET=1 when this is imported
 MIN_DOT = 16  # rows that a matrix product takes at least
+
+
+def kernel(*sizes: str) -> Callable[[Callable[..., Any]], Any]:
+    """A function that Triton compiles.
+
+    `sizes` names arguments whose value must not matter to the compiler: it would compile anew whenever one
+    becomes 1 or a multiple of 16, as page counts and unit numbers do all the time.
+    """
+    jit: Any = triton.jit
+    return jit(do_not_specialize=list(sizes))
 
 
 def available() -> str | None:

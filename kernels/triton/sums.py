@@ -104,7 +104,7 @@ def window_columns(
     causal: bool = True,
 ) -> Tensor:
     """Attention of observed queries, joined over them: q [W, Hq, D], k [n, Hkv, D] -> float32 [Hq, n]."""
-    kind: How = {"max": "largest", "squares": "squares", "l2": "squares"}.get(how, "sum")  # type: ignore[assignment]
+    kind: How = "largest" if how == "max" else "squares" if how in ("squares", "l2") else "sum"
     lse = log_sum_exp(q, k, q_positions, scale, logit_cap=logit_cap, k_positions=k_positions, causal=causal)
     values = torch.zeros((q.shape[1], k.shape[0]), dtype=torch.float32, device=q.device)
     add_columns(

@@ -11,6 +11,9 @@ once.  All layers are planned in one launch each of the two kernels, since lengt
 and only bounds differ.
 """
 
+# Triton's ranges and blocks exist for its compiler alone.
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -22,7 +25,7 @@ from torch import Tensor
 
 from kvir.kernels.ops import Bounds
 from kvir.kernels.triton.rows import visible_rows
-from kvir.kernels.triton.settings import padded
+from kvir.kernels.triton.settings import kernel, padded
 
 SIZE_CLASSES = tl.constexpr(16)
 META = tl.constexpr(4)  # int32 per layer: rows of a full item, items, full items, nothing
@@ -87,7 +90,7 @@ def plan_work(work: WorkList, lens: Tensor, bounds: Bounds, kv_heads: int, block
         lens, bounds.sink, bounds.recent, bounds.sink.stride(0) if own else 0,
         work.item_lane, work.item_start, work.first_full, work.short_item, work.meta,
         work.max_items, work.first_full.shape[1], lanes, work.unit0, work.slots, MIN_CHUNK_ROWS,
-        KV_HEADS=kv_heads, LANES=padded(lanes), BLOCK_ROWS=block_rows, num_warps=8,
+        KV_HEADS=kv_heads, LANES=padded(lanes, 64), BLOCK_ROWS=block_rows, num_warps=8,
     )  # fmt: skip
     _plan_full_items[(layers, triton.cdiv(work.slots, ITEMS_PER_PROGRAM))](
         work.first_full, work.item_lane, work.item_start, work.meta,
@@ -96,9 +99,7 @@ def plan_work(work: WorkList, lens: Tensor, bounds: Bounds, kv_heads: int, block
     )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["bounds_stride", "max_items", "max_lanes", "lanes", "unit0", "slots", "min_chunk"]
-)
+@kernel("bounds_stride", "max_items", "max_lanes", "lanes", "unit0", "slots", "min_chunk")
 def _plan_lanes(
     lens,
     sinks,
@@ -154,7 +155,7 @@ def _plan_lanes(
     tl.store(meta + layer * META + 2, tl.sum(full))
 
 
-@triton.jit(do_not_specialize=["max_items", "max_lanes", "lanes"])
+@kernel("max_items", "max_lanes", "lanes")
 def _plan_full_items(
     first_full,
     item_lane,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from kvir.kernels.score_ops import ScoreInputs
 from kvir.policy_ir.scores import Accumulated, Attention, Persistent
 from support.triton_cases import BF16, FLOAT, HALF, off, run
 
+JoinOf = Literal["mean", "sum", "max", "squares", "l2"]
+JOINS: tuple[JoinOf, ...] = ("mean", "sum", "max", "squares", "l2")
 SUMS = (
     Accumulated(),
     Accumulated(rows="squares"),
@@ -110,7 +113,7 @@ def sums(spec: Accumulated | Persistent, group: int, head_dim: int, dtype: torch
     return max(worst, off(got.sums().values, ref.sums().values))
 
 
-def window(how: str, group: int, head_dim: int, dtype: torch.dtype, causal: bool) -> float:
+def window(how: JoinOf, group: int, head_dim: int, dtype: torch.dtype, causal: bool) -> float:
     """The weights of observed queries, joined over the queries, for rows that are not all of the sequence."""
     from kvir.kernels.triton.sums import window_columns
 
@@ -133,7 +136,7 @@ def window(how: str, group: int, head_dim: int, dtype: torch.dtype, causal: bool
         inputs.scale,
         how,
         k_positions=positions,
-        causal=causal,  # type: ignore[arg-type]
+        causal=causal,
     )
     return off(got, wanted)
 
@@ -200,7 +203,7 @@ CASES: dict[str, Callable[[], float]] = {
         f"window-{how}-{g}-{d}-{t}-{causal}": (
             lambda how=how, g=g, d=d, t=t, c=causal: window(how, g, d, t, c)
         )
-        for n, how in enumerate(("mean", "sum", "max", "squares", "l2"))
+        for n, how in enumerate(JOINS)
         for g, d in (GROUPS[n], GROUPS[-1 - n])
         for t, causal in ((FLOAT, True), (HALF, False))
     },
