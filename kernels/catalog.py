@@ -18,6 +18,7 @@ EVERYTHING = "*"  # a feature list that has them all
 
 # Needs of `attend_*` beside those of the model (`lowering.families`).
 COMPACT_ROWS = "compact_rows"  # reads what a selection left, beside the residency table
+BIASED_ROWS = "biased_rows"  # adds a bias to the logits of rows that were merged
 CACHE_POSITIONS = "cache_positions"  # rotates keys to their place in the cache
 
 
@@ -77,6 +78,47 @@ class Implementation:
         return need in self.features or EVERYTHING in self.features
 
 
+# ---- tiles -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a Triton attention kernel is cut: what its compiler is told."""
+
+    rows: int  # rows of K and V at a time
+    queries: int  # (token, query head) pairs of a block, padded
+    warps: int
+    stages: int  # of the pipeline of loads
+    blocks: int  # that a multiprocessor holds at once, by registers and shared memory
+
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+STAGE_BYTES = 32 << 10  # K and V of one stage: three blocks with two stages each keep 192 KiB on their way
+
+
+def decode_tile(head_dim: int, group_heads: int, dtype: str, arch: str = "sm_90") -> Tile:
+    """The tile of decode attention; docs/kernels.md has the figures behind it."""
+    rows = STAGE_BYTES // (2 * _power_of_2(head_dim) * DTYPE_BYTES[dtype])
+    return Tile(
+        rows=max(16, min(128, rows)),
+        queries=max(16, _power_of_2(group_heads)),  # a matrix product takes 16 at least
+        warps=4,
+        stages=3,
+        blocks=2 if arch == "sm_80" or dtype == "float32" else 3,
+    )
+
+
+def extend_tile(head_dim: int, dtype: str) -> Tile:
+    """The tile of prefill attention: the largest whose registers suffice from sm_80 to sm_100."""
+    if dtype == "float32":  # three products for each, so that sums are float32's
+        return Tile(rows=16, queries=32, warps=4, stages=2, blocks=2)
+    return Tile(rows=64 if head_dim <= 128 else 32, queries=64, warps=8, stages=2, blocks=1)
+
+
+def _power_of_2(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
 # ---- reasons -----------------------------------------------------------------------------------------------
 
 # FlashInfer 0.7 plans on the host: one plan per layer with lengths of its own, at about 0.1 ms each
@@ -127,7 +169,7 @@ _HALF = ("bfloat16", "float16")
 
 _CPU = Implementation("cpu", ("cpu",), _ALL_DTYPES)
 # Compact rows in decode are pages like others; while a prompt is read the backend attends to them beside it.
-_ATTENDS = ("logit_cap", COMPACT_ROWS)
+_ATTENDS = ("logit_cap", COMPACT_ROWS, BIASED_ROWS)
 _CPU_ATTEND = Implementation("cpu", ("cpu",), _ALL_DTYPES, features=_ATTENDS)
 _REF = Implementation("ref", ("cpu",), _ALL_DTYPES)
 _REF_ATTEND = Implementation("ref", ("cpu",), _ALL_DTYPES, features=_ATTENDS, planned=(CACHE_POSITIONS,))
@@ -140,7 +182,7 @@ _TRITON_ATTEND = Implementation(
     "triton",
     ("cuda",),
     _ALL_DTYPES,
-    features=("logit_cap", "learned_sinks", COMPACT_ROWS, CACHE_POSITIONS),
+    features=("logit_cap", "learned_sinks", COMPACT_ROWS, BIASED_ROWS, CACHE_POSITIONS),
     head_dim_multiple=16,
     max_head_dim=256,
     built=False,

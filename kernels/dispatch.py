@@ -11,6 +11,7 @@ from kvir.kernels.ops import Kernels
 MODULES = {
     "ref": "kvir.kernels.ref.ops",
     "cpu": "kvir.kernels.cpu.ops",
+    "triton": "kvir.kernels.triton.ops",
 }
 FALLBACK = "ref"
 

@@ -20,8 +20,8 @@ caller fails, so that a bookkeeping error can never pass as an answer.  An id ou
 q, k, v, kv and out have one dtype.  q, k, v and out may have any strides with D contiguous, `pages` and
 `table` any row stride; the rest is contiguous.  An empty request, or a query that sees no row, gets zeros.
 
-Implementations: `kernels/ref` (plain torch, float32, slow and obvious) and `kernels/cpu` (compiled);
-`kernels/dispatch` chooses by name.
+Implementations: `kernels/ref` (plain torch, float32, slow and obvious), `kernels/cpu` (compiled) and
+`kernels/triton` (GPUs); `kernels/dispatch` chooses by name.
 """
 
 from __future__ import annotations

@@ -9,8 +9,17 @@ from typing import ClassVar, cast
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvir.kernels.catalog import ATTEND_OPS, CACHE_POSITIONS, COMPACT_ROWS, SELECT_OPS, Job, candidates
+from kvir.kernels.catalog import (
+    ATTEND_OPS,
+    BIASED_ROWS,
+    CACHE_POSITIONS,
+    COMPACT_ROWS,
+    SELECT_OPS,
+    Job,
+    candidates,
+)
 from kvir.lowering.device_facts import DEVICES, DeviceFacts, multiprocessors
+from kvir.lowering.layout import biased
 from kvir.lowering.selections import tag
 from kvir.lowering.stages import KernelChoice, KernelPlan, LayoutPlan, MassAmount, OpenAmount, Selection
 from kvir.policy_ir.diagnostic import Report
@@ -97,6 +106,7 @@ def layer_job(op: str, layout: LayoutPlan, index: int, device: DeviceFacts) -> J
     if op == "attend_decode":
         lengths = _lengths([(a.selection, b) for a, b in zip(prefill, decode, strict=True)], selections)
         needs = _attend_needs(layout, index, selections)
+        needs += (BIASED_ROWS,) if biased(budgeted) else ()
     elif op == "attend_extend":
         windows = len(set(prefill))
         chunked = [s for s in selections if any(isinstance(t, PrefillChunk) for t in s.triggers)]

@@ -205,16 +205,8 @@ def _cache(cache: Cache, units: int) -> tuple[int, ...]:
     ):
         _refuse(kv=kv, bias=bias)
     biases = 0 if bias is None else bias.data_ptr()
-    return (
-        kv.data_ptr(),
-        biases,
-        table.data_ptr(),
-        table_stride,
-        head_pages,
-        table.shape[0],
-        page_rows,
-        head_dim,
-    )
+    places = kv.data_ptr(), biases, table.data_ptr(), table_stride
+    return *places, head_pages, table.shape[0], page_rows, head_dim
 
 
 def _bounds(bounds: Bounds, units: int, batch: int = 0) -> tuple[int, int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -30,11 +32,12 @@ def attend_decode(
             position = torch.tensor([length - 1])
             sink, recent = (int((x if x.dim() == 1 else x[b])[unit]) for x in (bounds.sink, bounds.recent))
             seen = visible(position, torch.arange(length), sink, recent)[0]
-            k, v, bias, _, missing = read_rows(cache, pages[b], unit, seen.nonzero()[:, 0])
-            holes += missing
-            everything = torch.ones(1, k.shape[0], dtype=torch.bool)
-            found = attention(q[b : b + 1, heads], k, v, everything, scale, logit_cap, bias)
-            out[b, heads] = found[0].to(out.dtype)
+            rows = read_rows(cache, pages[b], unit, seen.nonzero()[:, 0])
+            holes += rows.missing
+            everything = torch.ones(1, rows.k.shape[0], dtype=torch.bool)
+            query = q[b : b + 1, heads]
+            found = attention(query, rows.k, rows.v, everything, scale, logit_cap, rows.bias)[0]
+            out[b, heads] = found.to(out.dtype)
     return holes
 
 
@@ -67,11 +70,11 @@ def attend_extend(
             sink, recent = int(bounds.sink[unit]), int(bounds.recent[unit])
             # Rows of the prefix that no query sees are never read: they may be gone.
             seen = visible(positions, torch.arange(prefix), sink, recent).any(dim=0).nonzero()[:, 0]
-            k_old, v_old, _, there, missing = read_rows(cache, pages[b], unit, seen)
-            holes += missing
-            k = torch.cat([k_old, k_new[tokens, head].float()])
-            v = torch.cat([v_old, v_new[tokens, head].float()])
-            mask = visible(positions, torch.cat([there, positions]), sink, recent)
+            old = read_rows(cache, pages[b], unit, seen)
+            holes += old.missing
+            k = torch.cat([old.k, k_new[tokens, head].float()])
+            v = torch.cat([old.v, v_new[tokens, head].float()])
+            mask = visible(positions, torch.cat([old.there, positions]), sink, recent)
             out[tokens, heads] = attention(q[tokens, heads], k, v, mask, scale, logit_cap).to(out.dtype)
     return holes
 
@@ -82,11 +85,18 @@ def visible(positions: Tensor, rows: Tensor, sink: int, recent: int) -> Tensor:
     return (j <= p) & ((j < sink) | (j > p - recent))
 
 
-def read_rows(
-    cache: Cache, pages: Tensor, unit: int, rows: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """Keys, values (float32, [n, D]) and biases [n] of a request's rows in one unit, the rows found, and how
-    many were not.
+class FoundRows(NamedTuple):
+    """Rows of one request in one unit."""
+
+    k: Tensor  # float32 [n, D]
+    v: Tensor
+    there: Tensor  # int64 [n], the rows that were found
+    bias: Tensor | None  # float32 [n]
+    missing: int
+
+
+def read_rows(cache: Cache, pages: Tensor, unit: int, rows: Tensor) -> FoundRows:
+    """What `rows` of a request are in one unit.
 
     A row whose logical page or head-page is out of range counts as absent.
     """
@@ -99,12 +109,18 @@ def read_rows(
     there = (head_page >= 0) & (head_page < cache.kv.shape[0])
     place = head_page[there], rows[there] % page_rows
     found = cache.kv[place[0], :, place[1]].float()
-    bias = torch.zeros(len(found)) if cache.bias is None else cache.bias[place]
-    return found[:, 0], found[:, 1], bias, rows[there], int((~there).sum())
+    bias = None if cache.bias is None else cache.bias[place]
+    return FoundRows(found[:, 0], found[:, 1], rows[there], bias, int((~there).sum()))
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, logit_cap: float, bias: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    logit_cap: float,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """q [n, G, D], k and v [m, D] float32, mask bool [n, m], bias float32 [m] -> float32 [n, G, D].
 

@@ -84,6 +84,13 @@ def show(args: argparse.Namespace) -> int:
     return run(args)
 
 
+def build_kernels(args: argparse.Namespace) -> int:
+    """Compile the GPU kernels that a plan asks for; no GPU is needed."""
+    from kvir.cli_build import build_kernels as run
+
+    return run(args)
+
+
 def explain(args: argparse.Namespace) -> int:
     """The page of a diagnostic code."""
     from kvir.policy_ir.codes import explain as page
@@ -161,6 +168,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "check": check,
     "lower": lower,
     "show": show,
+    "build-kernels": build_kernels,
     "explain": explain,
     "print": print_file,
     "fmt": format_files,

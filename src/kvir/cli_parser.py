@@ -9,6 +9,7 @@ from kvir.calibration import options as calibration_options
 from kvir.evals import options as eval_options
 
 DTYPES = ("float32", "bfloat16", "float16")
+TARGETS = ("sm_80", "sm_90", "sm_100")  # as in kernels.triton.build
 PASSES = ("verify", "resolve", "budget", "layout", "kernels", "buckets", "plan")  # as in lowering.pipeline
 
 
@@ -49,6 +50,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tp", type=int, default=1, metavar="N", help="ranks of tensor parallelism")
     p.add_argument("--device", metavar="NAME", help="e.g. h200: its memory, and the time to read the cache")
     p.add_argument("--expanded", action="store_true", help="first the policy with presets written out")
+
+    p = commands.add_parser("build-kernels", help="compile the GPU kernels of a plan ahead of time")
+    p.add_argument("file", metavar="FILE", help="a policy, a plan, or any stage before it")
+    p.add_argument("--model", metavar="DIR", help="needed for a policy")
+    p.add_argument("--target", choices=TARGETS, required=True, help="the GPU; none has to be here")
+    p.add_argument("--dtype", choices=DTYPES, help="of the KV cache; default: the model's")
+    p.add_argument("--page-tokens", type=int, metavar="N", help="default: 16")
+    p.add_argument("-o", "--output", metavar="DIR", help="default: kernels-TARGET")
 
     p = commands.add_parser("explain", help="what a diagnostic code means")
     p.add_argument("code", metavar="CODE", help="e.g. KV203")

@@ -80,6 +80,15 @@ def show(args: argparse.Namespace) -> int:
     return 0
 
 
+def read_layout(args: argparse.Namespace) -> LayoutPlan:
+    """The layout of `args.file`, a policy or any stage; findings go to standard error."""
+    start, report = _read(args.file, None)
+    layout = _layout(start, report, args)
+    if len(report):
+        print_report(report)
+    return layout
+
+
 def check_lowering(
     policy: Policy, model: ModelFacts | None, args: argparse.Namespace, report: Report
 ) -> None:

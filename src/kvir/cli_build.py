@@ -1,0 +1,57 @@
+"""`kvir build-kernels`: the GPU kernels of a plan, compiled ahead of time."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvir.cli_plan import read_layout
+
+if TYPE_CHECKING:
+    from kvir.kernels.triton.build import AttentionFacts, Manifest
+    from kvir.lowering.stages import LayoutPlan
+
+
+def build_kernels(args: argparse.Namespace) -> int:
+    """Write binaries and a manifest, and say what the kernels came to.  1 if any spills registers."""
+    from kvir.kernels.triton.build import build
+
+    layout = read_layout(args)
+    folder = Path(args.output or f"kernels-{args.target}")
+    manifest = build([facts_of(layout, args.target)], args.target, folder)
+    print("\n".join(table(manifest)))
+    print(f"{len(manifest.kernels)} kernels for {args.target} in {folder}")
+    return 1 if any(kernel.stack_bytes for kernel in manifest.kernels) else 0
+
+
+def facts_of(layout: LayoutPlan, target: str) -> AttentionFacts:
+    """What the kernels of a layout are compiled for; every batch that is captured as a graph counts."""
+    import torch
+
+    from kvir.kernels.triton.build import AttentionFacts
+    from kvir.lowering.device_facts import DEVICES
+    from kvir.lowering.graph_buckets import decode_buckets
+
+    card = next(device for device in DEVICES.values() if device.arch == target)
+    return AttentionFacts(
+        kv_heads=layout.kv_heads,
+        query_heads=layout.query_heads,
+        head_dim=layout.head_dim,
+        page_rows=layout.page_tokens,
+        dtype=getattr(torch, layout.dtype),
+        logit_cap="logit_cap" in layout.budgeted.bound.model.needs,
+        selects=bool(layout.compact),
+        batches=tuple(bucket.batch for bucket in decode_buckets(layout, card)),
+    )
+
+
+def table(manifest: Manifest) -> list[str]:
+    """One line per kernel."""
+    row = "{:<18} {:>5} {:>9} {:>12} {:>5} {:>11} {:>14}"
+    head = ("kernel", "warps", "registers", "shared bytes", "stack", "async loads", "blocks per SM")
+    rows = [
+        (k.kernel, k.warps, k.registers, k.shared_bytes, k.stack_bytes, k.async_loads, k.blocks)
+        for k in manifest.kernels
+    ]
+    return [row.format(*line) for line in (head, *rows)]
