@@ -37,10 +37,9 @@ class Residency(Cells):
         self.reclaimer.clear()
         self.compacts.clear()
         self.requests: dict[int, RequestState] = {}
-        self.peak_resident = 0
+        self.peak_resident = self.peak_requests = 0
         self.peak_covered = 0
         self.peak_pages_in_use = 0
-        self.peak_requests = 0
         self._in_extend = False  # below: queued at the next step, for this one still reads them
         self._slid_now: list[tuple[list[Entry], bool]] = []
 
