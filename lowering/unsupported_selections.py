@@ -48,8 +48,8 @@ def of_selections(budgeted: BudgetedPolicy) -> Iterator[Unsupported]:
             if isinstance(trigger, PrefillChunk):
                 yield from _after_blocks(budgeted, i, trigger, f"$.rules[{i}].trigger[{j}]")
         if not isinstance(rule.overflow, Evict) and not _only_while_decoding(rule, i, governing):
-            help = "merge in a rule of `phase: decode` with `every` or `over`"
-            yield _refused("merge", f"$.rules[{i}].overflow", help, "`merge` when a prompt ends")
+            help = "merge while decoding: `trigger: {every: n}` or `{over: n}`, nothing else"
+            yield _refused("merge", f"$.rules[{i}].overflow", help)
         for j, term in enumerate(rule.keep):
             match term:
                 case TopK(budget=Preference(), by=CriticalKV()):
@@ -75,8 +75,9 @@ def of_selections(budgeted: BudgetedPolicy) -> Iterator[Unsupported]:
 
 
 def _only_while_decoding(rule: Rule, number: int, governing: tuple[Table, Table]) -> bool:
-    return not any(number in row for row in governing[0]) or all(
-        isinstance(trigger, Every | Over) for trigger in rule.trigger
+    in_prefill = any(number in row for row in governing[0])
+    return not in_prefill or (
+        rule.trigger != () and all(isinstance(trigger, Every | Over) for trigger in rule.trigger)
     )
 
 

@@ -56,10 +56,10 @@ class Merge(OverflowBase, frozen=True, tag="merge"):
     """Rows that do not stay are averaged into rows that do, and the attention that they had is kept.
 
     How much a row counts is its share of the attention of the last `queries` queries, the reference.
-    `into: pairwise` joins the row of most attention among those that go with the one of least among those
-    that stay, and so on, round and round; `one` joins all with that one; `neighbour` each with the next row
-    that stays.  `weights: equal` averages without regard to attention.  Averaged keys blur their positions,
-    so keys may stay as they are.
+    `into: pairwise` spreads them over as many of the rows that stay, those of least attention, both in the
+    order of positions; `one` joins all with the one of least attention; `neighbour` each with the next row
+    that stays.  Rows that `sink` and `recent` keep take nothing in.  `weights: equal` averages without regard
+    to attention.  Averaged keys blur their positions, so keys may stay as they are.
 
     By Jensen's inequality a merged row has less attention than the rows that it stands for.  `bias: lse`
     adds a bias to its logit, so that the attention that the reference queries give it is the sum of theirs:

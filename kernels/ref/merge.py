@@ -77,11 +77,10 @@ def _targets(spec: Merge, mass: Tensor, losers: Tensor, into: Tensor) -> Tensor:
             after = torch.searchsorted(into, losers).clamp_max(len(into) - 1)
             return into[after]
         case "pairwise":
-            best = torch.argsort(mass[losers], descending=True, stable=True)
-            worst = into[torch.argsort(mass[into], stable=True)]
-            target = torch.empty_like(losers)
-            target[best] = worst[torch.arange(len(losers)) % len(worst)]
-            return target
+            count = min(len(losers), len(into))
+            # in the order of positions: a ranking of all rows would hang on the last bits of their masses
+            least = into[torch.argsort(mass[into], stable=True)[:count].sort().values]
+            return least[torch.arange(len(losers)) * count // len(losers)]
         case _:
             assert_never(spec.into)
 

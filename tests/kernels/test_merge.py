@@ -143,8 +143,8 @@ def by_loops(
         case "neighbour":
             target = {j: min((i for i in into if i > j), default=into[-1]) for j in losers}
         case "pairwise":
-            best = sorted(losers, key=lambda j: -mass[j])
-            target = {j: worst[i % len(worst)] for i, j in enumerate(best)}
+            takers = sorted(worst[: len(losers)])
+            target = {j: takers[i * len(takers) // len(losers)] for i, j in enumerate(losers)}
     k2, v2, b2 = k.clone(), v.clone(), bias.clone()
     for i in set(target.values()):
         group = [i, *(j for j in losers if target[j] == i)]
