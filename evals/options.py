@@ -58,3 +58,18 @@ def add_eval(commands: Any) -> None:
     out.add_argument("--concurrency", type=count, metavar="N", default=4, help="requests at a time")
     out.add_argument("--device", default="cpu", help="of a local model")
     out.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of a local model")
+
+
+def add_trace(commands: Any) -> None:
+    """`kvir trace`."""
+    p = commands.add_parser("trace", help="what each KV head of running requests holds over time")
+    p.add_argument("file", nargs="?", metavar="FILE", help="a trace to draw again; else a server is watched")
+    p.add_argument("--url", default="http://127.0.0.1:30000", help="of the server (%(default)s)")
+    p.add_argument(
+        "--every", type=float, default=0.2, metavar="S", help="seconds between looks (%(default)s)"
+    )
+    p.add_argument(
+        "--seconds", type=float, metavar="S", help="how long; default: until requests came and went"
+    )
+    p.add_argument("-o", "--output", metavar="JSONL", help="where the trace goes")
+    p.add_argument("--picture", metavar="PNG", help="rows of each KV head over time")

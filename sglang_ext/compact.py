@@ -63,6 +63,16 @@ class Compact:
         """[U] units that moved keep the logical pages from here on."""
         return self.tokens // self.page_tokens
 
+    def account(self) -> dict[str, list[int]]:
+        """What selections left, JSON-ready, by unit: rows in compact head-pages, the first token of the
+        dense pages, and the length at which the unit selected last (0: never)."""
+        at = np.where(self.moved, self.tokens, 0)
+        return {
+            "rows": self.copied.tolist(),
+            "dense_from": (at // self.page_tokens * self.page_tokens).tolist(),
+            "at": at.tolist(),
+        }
+
     def held(self, unit: int, tokens: int) -> int:
         """Rows that a unit which selects holds at length `tokens`."""
         return int(self.rows(tokens)[unit]) if self.moved[unit] else tokens

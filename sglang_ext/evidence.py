@@ -95,6 +95,8 @@ class Evidence:
             "plan": plan.policy.name,
             "fingerprint": plan.fingerprint,
             "kernels": self._pool.kernels_name,
+            "units": res.geometry.unit_count,
+            "kv_heads": res.geometry.kv_heads,
             "head_page_bytes": self._pool.head_page_bytes,
             "physical_tokens": self._pool.physical_tokens,
             "logical_tokens": self._pool.size,
@@ -114,6 +116,8 @@ class Evidence:
                     "rid": state.rid,
                     "pages": len(state.pages),
                     "head_pages_held": res.covered_by(state),
+                    "by_unit": state.head_pages_by_unit(res.geometry).tolist(),
+                    "selected": None if state.compact is None else state.compact.account(),
                     "cached_tokens": state.cached_tokens,
                 }
                 for state in res.requests.values()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvir.sglang_ext.compact import Compact
-from kvir.sglang_ext.geometry import IntArray
+from kvir.sglang_ext.geometry import Geometry, IntArray
 
 # attribute of SGLang's Req: the page at which a match of this prompt found the windows gone
 BRANCH_PAGE = "kvir_branch_page"
@@ -68,6 +68,17 @@ class RequestState:
     growth_peak_pages: int = 0  # ... and once its prompt is done
     cached_tokens: int = 0
     retractions: int = 0
+
+    def head_pages_by_unit(self, geometry: Geometry) -> IntArray:
+        """[U] head-pages that each unit of the request covers now; those in the stock of a selection that is
+        under way belong to none.
+        """
+        count = len(self.pages)
+        kept = np.minimum(self.sinks, count) + np.maximum(count - np.maximum(self.first, self.sinks), 0)
+        found = np.zeros(geometry.unit_count, np.int64)
+        for c, units in enumerate(geometry.class_units):
+            found[units] = kept[c] + sum(len(index) for of, index in self.held if of == c)
+        return found + (self.compact.pages if self.compact else 0)
 
     def covered_head_pages(self, class_size: IntArray) -> int:
         """Head-pages that the request covers now, shared ones included; `class_size` [C] in units."""

@@ -164,6 +164,17 @@ def evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
+def trace(args: argparse.Namespace) -> int:
+    """Watch a server, or draw what was seen."""
+    from kvir.evals.trace import TraceError, run
+
+    try:
+        run(args)
+    except TraceError as error:
+        raise Usage(str(error)) from None
+    return 0
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "check": check,
     "lower": lower,
@@ -176,6 +187,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "calibrate": calibrate,
     "plot": plot,
     "eval": evaluate,
+    "trace": trace,
 }
 
 

@@ -74,4 +74,5 @@ def parser() -> argparse.ArgumentParser:
     calibration_options.add_calibrate(commands)
     calibration_options.add_plot(commands)
     eval_options.add_eval(commands)
+    eval_options.add_trace(commands)
     return top

@@ -76,6 +76,7 @@ def test_a_prompt_longer_than_the_pool(traffic: Traffic, oracle: Oracle, plan: E
     held: dict[int, set[int]] = {}
     for state in watch.seen:
         for request in state["running"]:
+            assert sum(request["by_unit"]) == request["head_pages_held"]
             held.setdefault(request["pages"], set()).add(request["head_pages_held"])
     assert all(count <= peak for counts in held.values() for count in counts)
     steady = [counts for pages, counts in held.items() if pages > PROMPT_TOKENS // layout.page_tokens]

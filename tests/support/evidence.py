@@ -13,7 +13,10 @@ TROUBLE = re.compile(r"Traceback|kvir: (?!plan )|leak|exception", re.IGNORECASE)
 
 def kvir_state(server: Server) -> dict[str, Any]:
     """The evidence that kvir adds to the server's internal state."""
-    return server.get("/server_info").json()["internal_states"][0]["kvir"]
+    state = server.get("/server_info").json()["internal_states"][0]["kvir"]
+    for request in state["running"]:  # head-pages in the stock of a selection are nobody's yet
+        assert sum(request["by_unit"]) <= request["head_pages_held"]
+    return state
 
 
 def wait_idle(server: Server, timeout_s: float = 20) -> dict[str, Any]:

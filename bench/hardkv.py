@@ -1,0 +1,252 @@
+"""Eviction while decoding, head by head: what is served against the oracle, memory, a crowd, and the cost.
+
+    make bench-hardkv                                  everything, some hours on two cores
+    python -m bench.hardkv memory snapkv:0.9:32:evict  some parts (--list names them)
+
+METRIC:P:EVERY:OVERFLOW    six requests of unequal length generate up to 600 tokens, one of them ending on a
+    trigger, with overlap scheduling, without it, and with retraction: against the oracle, float32
+memory    one request: head-pages at every look against rows, head by head, and against a layout that pads
+    every head of a layer to the longest, as the published one does
+crowd     twelve requests of 2,000 generated tokens in a pool for four of full KV, against stock SGLang there
+cost      one trigger at 4,096 rows, batch 8, in decode steps
+
+Exit code 1 if anything is not as it must be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from bench.parts.figures import Figures, run_parts, say
+from evaluation.agree import token_stream
+from evaluation.models import model_path
+from evaluation.oracle import check
+from evaluation.selection_oracle import SelectionOracle, replays
+from evaluation.server import Launch, Served, Server, serve
+from evaluation.traffic import Traffic
+from evaluation.watch import kvir_state, prefills
+from kvir.lowering.load import plan_for_server
+
+METRICS = {
+    "snapkv": "{attention: {window: 32}}",
+    "rkv": "{rkv: {weight: 0.07, importance: {attention: {window: 32}}}}",
+    "laprox": "{laprox: {window: 32}}",
+}
+MASSES, EVERY, OVERFLOWS = (0.9, 0.6), (32, 128), ("evict", "merge")
+RULE = (
+    "keep: [{sink: 4}, {recent: 32}, {top_p: {mass: %s, by: %s, of: {attention: {window: 32}}, floor: 16, "
+    "cap: %d}}], trigger: {every: %d}, region: %s, overflow: %s"
+)
+PROMPTS = (40, 120, 255, 300, 513, 700)
+NEW_TOKENS = (600, 512, 300, 450, 64, 600)  # 512 and 64 end on a trigger
+VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "overlap": ((), {}),
+    "plain": (("--disable-overlap-schedule",), {}),
+    "retract": (
+        ("--disable-overlap-schedule",),
+        {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "97"},
+    ),
+}
+CROWD, CROWD_PROMPT, CROWD_TOKENS, CROWD_CAP, ROOM_FOR = 12, 64, 2000, 256, 4
+PAGE_TOKENS = 16
+
+
+class Bench:
+    def __init__(self, figures: Figures, folder: Path, options: argparse.Namespace) -> None:
+        self.figures, self.folder, self.threads = figures, folder, options.threads
+        self.crowd_tokens: int = options.crowd_tokens
+        self.model = model_path("smollm2")
+        self.ids = token_stream(self.model)
+
+    def file(
+        self,
+        metric: str = "snapkv",
+        mass: float = 0.9,
+        every: int = 128,
+        overflow: str = "evict",
+        *,
+        cap: int = CROWD_CAP,
+        region: str = "generated",
+    ) -> Path:
+        path = self.folder / f"{metric}-{mass}-{every}-{overflow}-{cap}-{region}.ir"
+        rule = RULE % (mass, METRICS[metric], cap, every, region, overflow)
+        path.write_text(f"kvir: 1\nname: hardkv\nrules:\n  - {{{rule}}}\n")
+        return path
+
+    def launch(
+        self, file: Path | None, pool_tokens: int, variant: str = "overlap", dtype: str = "float32"
+    ) -> Launch:
+        arguments, environment = VARIANTS[variant]
+        return Launch(
+            model=self.model,
+            kv_ir=file,
+            dtype=dtype,
+            max_total_tokens=pool_tokens,
+            chunked_prefill_tokens=256,
+            threads=self.threads,
+            arguments=arguments,
+            environment=environment,
+        )
+
+    # ---- parts ---------------------------------------------------------------------------------------------
+
+    def served(self, metric: str, mass: float, every: int, overflow: str) -> None:
+        file = self.file(metric, mass, every, overflow)
+        oracle = SelectionOracle(self.model, plan_for_server(file, self.model, dtype="float32"))
+        for variant in VARIANTS:
+            label = f"{metric}_p{mass:g}_every{every}_{overflow}_{variant}"
+            with serve(self.launch(file, 8192, variant)) as server:
+                say(f"serving {label}")
+                traffic = Traffic(server, self.ids)
+                prompts = [traffic.cut(1777 * i, n) for i, n in enumerate(PROMPTS)]
+                with ThreadPoolExecutor(len(prompts)) as pool:
+                    answers = list(pool.map(server.generate, prompts, NEW_TOKENS))
+                asked, state = replays(answers, prefills(server)), kvir_state(server)
+            self.figures.agreement(label, check(oracle, asked, say))
+            evicted = state["counters"]["rows_evicted"]
+            self.figures.add(f"{label}_rows_evicted", evicted, ok=evicted > 0)
+            retractions = sum(answer.retractions for answer in answers)
+            self.figures.add(
+                f"{label}_retractions", retractions, ok=(retractions > 0) == (variant == "retract")
+            )
+
+    def memory(self) -> None:
+        file, looks = self.file(every=32, region="all"), list[dict[str, Any]]()
+        with serve(self.launch(file, 8192)) as server, Watch(server, looks):
+            Traffic(server, self.ids).one_by_one([self.ids[:1000]], 600)
+        requests = [r for look in looks for r in look["running"] if r["selected"]]
+        wrong, held, padded = 0, 0, 0
+        kv_heads = looks[-1]["kv_heads"]
+        for r in requests:
+            parts = zip(r["by_unit"], r["selected"]["rows"], r["selected"]["dense_from"], strict=True)
+            wrong += sum(
+                pages != -(-rows // PAGE_TOKENS) + r["pages"] - start // PAGE_TOKENS
+                for pages, rows, start in parts
+            )
+            by_layer = [r["by_unit"][i : i + kv_heads] for i in range(0, len(r["by_unit"]), kv_heads)]
+            held, padded = held + sum(r["by_unit"]), padded + sum(kv_heads * max(x) for x in by_layer)
+        self.figures.add("memory_looks", len(requests), ok=len(requests) > 20)
+        self.figures.add("memory_units_not_as_their_rows", wrong, ok=wrong == 0)
+        self.figures.add("memory_of_longest_head_layout", f"{held / padded:.3f}")
+
+    def crowd(self) -> None:
+        """The same requests under the plan and under stock SGLang, in equal pools."""
+        pool = ROOM_FOR * (CROWD_PROMPT + self.crowd_tokens)
+        seconds: dict[str, float] = {}
+        for name, file in (("kvir", self.file()), ("stock", None)):
+            with serve(self.launch(file, pool, dtype="bfloat16")) as server:
+                say(f"a crowd under {name}")
+                started = time.perf_counter()
+                answers = self._crowd(server)
+                seconds[name] = time.perf_counter() - started
+                if file is not None:
+                    together = kvir_state(server)["peak_running"]
+                    self.figures.add("crowd_at_once", together, ok=together >= CROWD)
+            most = max(answer.retractions for answer in answers)
+            self.figures.add(f"crowd_{name}_most_retractions", most, ok=name == "stock" or most <= 1)
+            speed = CROWD * self.crowd_tokens / seconds[name]
+            self.figures.add(f"crowd_{name}_tokens_per_second", f"{speed:.1f}")
+        self.figures.add("crowd_vs_stock", f"{seconds['stock'] / seconds['kvir']:.2f}")
+
+    def _crowd(self, server: Server) -> list[Served]:
+        traffic = Traffic(server, self.ids)
+        prompts = [traffic.cut(900 * i, CROWD_PROMPT) for i in range(CROWD)]
+        return traffic.ask(prompts, self.crowd_tokens, concurrency=CROWD)
+
+    def cost(self) -> None:
+        """Steps with a trigger against steps without, from the gaps between streamed tokens."""
+        every, context = 16, 4096
+        file = self.file(every=every, cap=4096, region="all", mass=0.99)
+        with serve(self.launch(file, 10 * context, dtype="bfloat16")) as server:
+            traffic = Traffic(server, self.ids)
+            prompts = [traffic.cut(4000 * i, context - 64) for i in range(8)]
+            with ThreadPoolExecutor(8) as pool:
+                gaps = list(pool.map(lambda p: stream_gaps(server, p, 6 * every), prompts))
+        # token i comes from the step at which i tokens were generated; triggers run in steps every, 2 every, ..
+        common = [statistics.median(g[i] for g in gaps) for i in range(2 * every, 6 * every - 2)]
+        at = [2 * every + i for i in range(len(common))]
+        fold = [gap for gap, i in zip(common, at, strict=True) if i % every == 0]
+        plain = [gap for gap, i in zip(common, at, strict=True) if i % every not in (0, 1, every - 1)]
+        step = statistics.median(plain)
+        steps = (statistics.median(fold) - step) / step
+        self.figures.add("trigger_cost_in_steps", f"{steps:.2f}", ok=steps < 2)
+
+    def parts(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        for metric in METRICS:
+            for mass in MASSES:
+                for every in EVERY:
+                    for overflow in OVERFLOWS:
+                        given = metric, mass, every, overflow
+                        yield ":".join(map(str, given)), lambda g=given: self.served(*g)
+        yield "memory", self.memory
+        yield "crowd", self.crowd
+        yield "cost", self.cost
+
+
+def stream_gaps(server: Server, prompt: Sequence[int], new_tokens: int) -> list[float]:
+    """Seconds before each streamed token, the first counted from the request."""
+    body = {
+        "input_ids": list(prompt),
+        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+        "stream": True,
+    }
+    gaps, before = list[float](), time.perf_counter()
+    with httpx.stream("POST", server.url + "/generate", json=body, timeout=1800, trust_env=False) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                now = time.perf_counter()
+                gaps.append(now - before)
+                before = now
+    return gaps
+
+
+class Watch:
+    """Looks at the server again and again while a block runs."""
+
+    def __init__(self, server: Server, looks: list[dict[str, Any]]) -> None:
+        self._server, self._looks, self._done = server, looks, threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        with httpx.Client(base_url=self._server.url, timeout=600, trust_env=False) as client:
+            while not self._done.wait(0.05):
+                self._looks.append(client.get("/server_info").json()["internal_states"][0]["kvir"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", help="what to run (all)")
+    parser.add_argument("--list", action="store_true", help="names of the parts")
+    parser.add_argument("--threads", type=int, default=2, help="OpenMP threads of servers and oracle (2)")
+    parser.add_argument(
+        "--crowd-tokens", type=int, default=CROWD_TOKENS, help="generated by each (%(default)s)"
+    )
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    figures = Figures()
+    with tempfile.TemporaryDirectory() as folder:
+        run_parts(parser, options, dict(Bench(figures, Path(folder), options).parts()), figures)
+
+
+if __name__ == "__main__":
+    main()
