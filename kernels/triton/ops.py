@@ -154,7 +154,7 @@ def launch_decode(
     group = query_heads // kv_heads
     tile = tile or tile_of_decode(q, kv_heads)
     bounds_stride = bounds.sink.stride(0) if own else 0
-    decode_items[(work.max_items,)](
+    decode_items[(min(work.max_items, work.slots + batch * kv_heads),)](
         q, cache.kv, cache.kv if cache.bias is None else cache.bias, cache.table, pages, lens,
         bounds.sink, bounds.recent, work.item_lane[layer], work.item_start[layer], work.meta[layer],
         out, partials.out, partials.lse, holes,
