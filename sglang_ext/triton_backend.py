@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from kvir.kernels import dispatch
 from kvir.kernels.triton.decoder import Decoder, Placed, Sizes
 from kvir.kernels.triton.ops import tile_of_decode
 from kvir.lowering.course import most_compact_pages
@@ -29,6 +30,8 @@ class KvirTritonBackend(KvirAttentionBackend):
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)
+        self.kernels = dispatch.get("triton")
+        self.pool.kernels_name = self.kernels.name
         self._decoder = self._make_decoder(self.req_to_token.shape[0])
         self._holes = HoleWatch(self._decoder.holes)
         bounds = self.pool.decode_bounds

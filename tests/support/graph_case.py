@@ -167,9 +167,16 @@ def backend_of(folder: Path) -> tuple[Any, Tensor]:
 
     plan = plan_for_server(policy("table"), tiny_llama.make(folder), dtype="float32")
     pool = KvirPool(
-        plan, logical_tokens=TOKENS, physical_tokens=TOKENS + 16, shadow_rows=4, dtype=torch.float32, device="cpu"
+        plan,
+        logical_tokens=TOKENS,
+        physical_tokens=TOKENS + 16,
+        shadow_rows=4,
+        dtype=torch.float32,
+        device="cpu",
     )
-    allocator = KvirAllocator(TOKENS, torch.float32, "cpu", pool, need_sort=False, debug=False, chunk_tokens=64)
+    allocator = KvirAllocator(
+        TOKENS, torch.float32, "cpu", pool, need_sort=False, debug=False, chunk_tokens=64
+    )
     torch.manual_seed(1)
     pool.kv.normal_()
     pages = TOKENS // 16
@@ -233,7 +240,12 @@ def replays_follow_compact_rows() -> float:
         return Placed(torch.arange(40, 40 + spare, dtype=torch.int32), sink, recent)
 
     worst = 0.0
-    for lengths, where in (((100, 40, 180), (0, 2)), ((33, 1, 0), ()), ((90, 180, 17), (1,)), ((5, 6, 7), ())):
+    for lengths, where in (
+        ((100, 40, 180), (0, 2)),
+        ((33, 1, 0), ()),
+        ((90, 180, 17), (1,)),
+        ((5, 6, 7), ()),
+    ):
         lens.copy_(torch.tensor(lengths))
         q.normal_()
         requests = [placed(3, n) if i in where else None for i, n in enumerate(lengths)]
