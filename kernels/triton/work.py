@@ -3,8 +3,9 @@
 Rows of heads are ragged: a few heads may hold a hundred times the rows of the others.  Each (request, KV
 head), here a *lane*, is cut into items of `chunk` rows and one shorter item.  `chunk` comes from the sum of
 all lanes over the blocks that run at once, so that no lane outlasts the others (a little longer where that
-saves a second round of blocks), and lies in memory, so that a captured graph follows the lengths.  Blocks start in order: full items come first, then the shorter ones by
-falling length, to within a sixteenth of a chunk.
+saves a second round of blocks), and lies in memory, so that a captured graph follows the lengths.  Blocks
+start in order: full items come first, then the shorter ones by falling length, to within a sixteenth of a
+chunk.
 
 The grid is fixed: at most `slots` full items and one short item per lane; programs without an item end at
 once.  All layers are planned in one launch each of the two kernels, since lengths are the same for all layers
