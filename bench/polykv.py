@@ -112,7 +112,7 @@ def needle(bench: Bench, count: int) -> None:
     """`count` numbers at spread depths, asked for in either way."""
     for mode in ("aware", "agnostic"):
         found = dict.fromkeys(bench.names(), 0)
-        for prompt_ids, after, digits in needles(bench, count, aware=mode == "aware"):
+        for prompt_ids, after, digits in needles(bench.harness, bench.ids, count, aware=mode == "aware"):
             prompt = bench.prompt(prompt_ids)
             for name in found:
                 hidden = prompt.hidden_after(None if name == FULL else name, after)
@@ -123,18 +123,20 @@ def needle(bench: Bench, count: int) -> None:
             print(f"bench: needles_{mode}_{key(name)} = {right}/{count}", flush=True)
 
 
-def needles(bench: Bench, count: int, *, aware: bool) -> list[tuple[list[int], list[int], int]]:
+def needles(
+    harness: Harness, ids: Sequence[int], count: int, *, aware: bool
+) -> list[tuple[list[int], list[int], int]]:
     """(prompt, what follows, digits at its end).  The token before the first digit is read with the rows that
     were kept, too."""
     rng = random.Random(1)
-    ask = token_ids(bench.harness, ASK)
-    room = (len(bench.ids) - PROMPT_TOKENS) // max(1, count - 1)
+    ask = token_ids(harness, ASK)
+    room = (len(ids) - PROMPT_TOKENS) // max(1, count - 1)
     made: list[tuple[list[int], list[int], int]] = []
     for index in range(count):
         number = str(rng.randrange(10_000, 100_000))
-        fact = token_ids(bench.harness, "\n" + NEEDLE.format(number=number) + "\n")
-        digits = token_ids(bench.harness, f" {number}")
-        hay = bench.ids[index * room :][: PROMPT_TOKENS - len(fact) - (len(ask) if aware else 0)]
+        fact = token_ids(harness, "\n" + NEEDLE.format(number=number) + "\n")
+        digits = token_ids(harness, f" {number}")
+        hay = ids[index * room :][: PROMPT_TOKENS - len(fact) - (len(ask) if aware else 0)]
         at = round(len(hay) * (0.05 + 0.9 * index / max(1, count - 1)))
         text = [*hay[:at], *fact, *hay[at:]]
         if aware:

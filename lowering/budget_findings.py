@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from kvir.lowering.places import place, rule_place
 from kvir.lowering.selections import figure, positions, selects
 from kvir.lowering.stages import BoundPolicy
-from kvir.policy_ir.budgets import FixedTokens, Total
+from kvir.policy_ir.budgets import FixedTokens, Fraction, Total
 from kvir.policy_ir.diagnostic import Report
-from kvir.policy_ir.nodes import Recent, TopK
+from kvir.policy_ir.nodes import Recent, Rule, TopK, TopP
+
+# At this share of 1,024 tokens no uniform method found a hidden number again (SmolLM2-135M, docs/quality.md).
+SHARE_THAT_FINDS_NOTHING = 0.05
 
 
 def check_selections(bound: BoundPolicy, report: Report) -> None:
-    """KV303 to KV305."""
+    """KV303 to KV306."""
     for i, rule in enumerate(bound.verified.policy.rules):
         units = list(_governed(bound, i))
         if units and selects(rule):
@@ -23,6 +26,7 @@ def check_selections(bound: BoundPolicy, report: Report) -> None:
         if units:
             _beyond_the_context(bound, i, report)
     _table_beyond_the_context(bound, report)
+    _too_little_everywhere(bound, report)
 
 
 def _governed(bound: BoundPolicy, rule: int) -> Iterator[tuple[int, int]]:
@@ -105,3 +109,31 @@ def _table_beyond_the_context(bound: BoundPolicy, report: Report) -> None:
                     help="write `full` where nothing should go",
                 )
                 return
+
+
+def _too_little_everywhere(bound: BoundPolicy, report: Report) -> None:
+    rules = bound.verified.policy.rules
+    scarce = {i for i, rule in enumerate(rules) if _share(rule) <= SHARE_THAT_FINDS_NOTHING}
+    for layer, facts in enumerate(bound.model.layers):
+        if facts.native_window_tokens is not None:
+            continue
+        governing = zip(bound.prefill_rule[layer], bound.decode_rule[layer], strict=True)
+        if not all(scarce & set(phases) for phases in governing):
+            return
+    for i in sorted(scarce):
+        report.warning(
+            "KV306",
+            f"every head keeps at most {_share(rules[i]):.0%} of the rows: do not expect it to find a fact "
+            "again",
+            place(report, f"$.rules[{i}]"),
+            help="keep everything in the heads that retrieve (`kvir calibrate polykv` finds them), or give "
+            "more rows",
+        )
+        return
+
+
+def _share(rule: Rule) -> float:
+    """Of a sequence, as far as a share is what the rule says."""
+    shares = [t.budget.share for t in rule.keep if isinstance(t, TopK) and isinstance(t.budget, Fraction)]
+    by_score = sum(isinstance(t, TopK | TopP) for t in rule.keep)
+    return sum(shares) if shares and len(shares) == by_score else 1.0

@@ -180,7 +180,8 @@ class Course:
         least = rows_that_stay(fold, n, self.prompt, sink, self.prompt - recent)
         most = least if self._prompt_run is None else rows_that_stay(fold, n, self.prompt, n, n)
         stays = Bounds(min(least, held.least), min(most, held.most))
-        return Run(fold, n, self.prompt, held=held, stays=stays, again=True, widened=self._widens(fold))
+        fewest = max(0, rows.least - stays.most)
+        return Run(fold, n, self.prompt, held, stays, again=True, widened=self._widens(fold), fewest=fewest)
 
     def _widens(self, fold: Selection) -> bool:
         """Whether rows that stay grow in number while tokens are generated, and not by scores."""

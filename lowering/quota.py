@@ -37,6 +37,7 @@ class Run:
     stays: Bounds  # of them, those that stay whatever their scores are
     again: bool = False  # whether selections before it may have dropped rows that it would keep
     widened: bool = False  # whether rows that stay were fewer then, so that a growing budget does not count
+    fewest: int = 0  # if `again`: candidates that any rival had at any of them, at least
 
     @property
     def candidates(self) -> int:
@@ -45,17 +46,21 @@ class Run:
 
     def unit_rows(self, quota: Quota) -> Bounds:
         """Rows that one term keeps in one unit."""
-        rows = unit_rows(quota, self.candidates, self.n, self.prompt, self.again)
+        fewest = self.fewest if self.again else None
+        rows = unit_rows(quota, self.candidates, self.n, self.prompt, fewest)
         if not self.widened:
             return rows
-        return Bounds(unit_rows(quota, self.candidates, self.prompt, self.prompt, True).least, rows.most)
+        before = unit_rows(quota, self.candidates, self.prompt, self.prompt, self.fewest)
+        return Bounds(before.least, rows.most)
 
     def group_rows(self, quota: Quota) -> Bounds:
         """Rows that one term keeps in all units of a group together."""
-        rows = group_rows(quota, self.candidates, self.n, self.prompt, self.again)
+        fewest = self.fewest if self.again else None
+        rows = group_rows(quota, self.candidates, self.n, self.prompt, fewest)
         if not self.widened:
             return rows
-        return Bounds(group_rows(quota, self.candidates, self.prompt, self.prompt, True).least, rows.most)
+        before = group_rows(quota, self.candidates, self.prompt, self.prompt, self.fewest)
+        return Bounds(before.least, rows.most)
 
 
 def first_run(selection: Selection, n: int, prompt: int) -> Run:
@@ -123,8 +128,12 @@ def kept_rows_of_all(run: Run, units: int, groups: Sequence[int]) -> Bounds:
 
 
 @lru_cache(maxsize=4096)
-def unit_rows(quota: Quota, candidates: int, n: int, prompt: int, again: bool = False) -> Bounds:
-    """Rows that one term keeps in one unit, of so many candidates at most."""
+def unit_rows(quota: Quota, candidates: int, n: int, prompt: int, fewest: int | None = None) -> Bounds:
+    """Rows that one term keeps in one unit, of so many candidates at most.
+
+    `fewest` is None for a first selection; else candidates of any rival at selections before, at least.
+    """
+    again = fewest is not None
     if isinstance(quota.amount, MassAmount | OpenAmount):
         cap = candidates if quota.cap is None else quota.cap
         low = quota.floor if quota.floor >= candidates else max(0, quota.floor - _left_over(quota))
@@ -149,7 +158,9 @@ def unit_rows(quota: Quota, candidates: int, n: int, prompt: int, again: bool = 
                 equal = _decimal(share) * mean
                 # blocks may be left over when units compete, and again when each takes its own
                 won = max(0, low - _left_over(quota)) if low < candidates else low
-                low = _round(won * (1 - _decimal(share)) + equal, "nearest")
+                # where rivals have fewer candidates than the budget has rows, the equal share is of those
+                granted = equal if fewest is None else _decimal(share) * min(mean, Fraction(fewest))
+                low = _round(won * (1 - _decimal(share)) + granted, "nearest")
                 high = _round(high * (1 - _decimal(share)) + equal, "nearest")
             case Protect(share=share):
                 # with `counts: kept`, rows of the other terms come first
@@ -167,9 +178,9 @@ def unit_rows(quota: Quota, candidates: int, n: int, prompt: int, again: bool = 
     return Bounds(min(low, candidates), min(high, candidates))
 
 
-def group_rows(quota: Quota, candidates: int, n: int, prompt: int, again: bool = False) -> Bounds:
+def group_rows(quota: Quota, candidates: int, n: int, prompt: int, fewest: int | None = None) -> Bounds:
     """Rows that one term keeps in all units of a group together."""
-    one = unit_rows(quota, candidates, n, prompt, again)
+    again, one = fewest is not None, unit_rows(quota, candidates, n, prompt, fewest)
     if isinstance(quota.amount, MassAmount | OpenAmount):
         return Bounds(one.least * quota.group, one.most * quota.group)
     total = _total(quota, candidates, n, prompt)

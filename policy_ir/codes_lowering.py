@@ -114,6 +114,13 @@ LOWERING: dict[str, Code] = {
         "keep: [{sink: 4}, {recent: 200000}]   # of a model with 131,072 tokens of context",
         "keep: all",
     ),
+    "KV306": Code(
+        "too few rows to find a fact again",
+        "Every head keeps at most a twentieth of the rows, and none keeps everything. A warning.",
+        "On a small model no uniform method found a hidden number again at this share, whatever its score.",
+        "- {keep: {top_k: {fraction: 0.05, by: attention}}}",
+        "- {keep: {top_k: {fraction: 0.05, by: attention}}}\n- {layers: 7, heads: 2, keep: all}",
+    ),
     "KV310": Code(
         "not executed yet",
         "The language says it and lowering plans it; the runtime of this version does not execute it. An"

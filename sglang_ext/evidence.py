@@ -108,6 +108,7 @@ class Evidence:
                 "peak_covered": res.peak_covered,
                 "peak_full_kv": res.peak_pages_in_use * res.geometry.unit_count,
             },
+            "peak_running": res.peak_requests,
             "running": [
                 {
                     "rid": state.rid,

@@ -37,7 +37,7 @@ class Residency(Cells):
         self.reclaimer.clear()
         self.compacts.clear()
         self.requests: dict[int, RequestState] = {}
-        self.peak_resident = 0
+        self.peak_resident = self.peak_requests = 0
         self.peak_covered = 0
         self.peak_pages_in_use = 0
         self._in_extend = False  # below: queued at the next step, for this one still reads them
@@ -63,6 +63,7 @@ class Residency(Cells):
         self.peak_resident = max(self.peak_resident, self.pool.resident)
         self.peak_covered = max(self.peak_covered, self.covered_head_pages)
         self.peak_pages_in_use = max(self.peak_pages_in_use, self.pages_in_use)
+        self.peak_requests = max(self.peak_requests, len(self.requests))
 
     def note_partial_page(self, position: int, state: RequestState, prefix_tokens: int) -> None:
         """The extend at batch position `position` begins inside a page: its old row is read by a shadow."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -142,8 +142,23 @@ def test_two_terms(rule: Rule, prompt: int, new: int) -> None:
     check(rule, prompt, new, 7)
 
 
+# rivals with unequal numbers of candidates, fewer than the budget: a blend takes from who has more
+BLENDED = Rule(
+    keep=(
+        Recent(tokens=3),
+        TopK(budget=FixedTokens(tokens=27), by=KEY_NORM, scope="layer", safeguard=Blend(share=0.5)),
+    ),
+    trigger=(Every(tokens=1),),
+)
+CUT_IN_CHUNKS = Rule(
+    keep=(TopK(budget=FixedTokens(tokens=1), by=KEY_NORM, scope="layer", floor=13),),
+    trigger=(PrefillChunk(tokens=None),),
+)
+
+
 @quick
 @given(rules(top_ks()), folds(), st.integers(1, 130), st.integers(0, 70), st.integers(0, 99))
+@example(CUT_IN_CHUNKS, BLENDED, 38, 4, 2)
 def test_a_rule_per_phase(first: Rule, second: Rule, prompt: int, new: int, seed: int) -> None:
     check(replace(second, phase="decode"), prompt, new, seed, before=(first,))
 
