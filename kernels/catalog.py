@@ -32,6 +32,7 @@ class Job:
     lengths: int  # how many different numbers of rows the heads of one layer hold
     windows: int  # how many different windows they have
     multiprocessors: int = 0  # of a cuda device
+    arch: str = ""  # of a cuda device, e.g. sm_90
     needs: tuple[str, ...] = ()
 
 
