@@ -23,6 +23,8 @@ def kernels(layout: LayoutPlan, device: DeviceFacts) -> Table:
         name = choice.implementation or "none"
         if choice.tile is not None:
             name += f"\n{tile_words(choice.tile)}"
+        if not choice.built:
+            name += "\nnot built yet"
         reasons = "\n".join(f"{other} {reason}" for other, reason in choice.rejected)
         where = "all" if choice.layers is None else ranges(choice.layers)
         table.add_row(choice.op, where, name, reasons)
@@ -31,7 +33,7 @@ def kernels(layout: LayoutPlan, device: DeviceFacts) -> Table:
 
 def graphs(layout: LayoutPlan, device: DeviceFacts) -> Table:
     """Batches that are captured; of the buckets between those shown there are more."""
-    buckets = decode_buckets(layout, device)
+    buckets = decode_buckets(layout, device, kernel_choices(layout, device.name))
     table = figures(f"Decode graphs ({len(buckets)} batch sizes)", "batch", "splits", "static buffers")
     for bucket in buckets:
         if bucket.batch in GRAPHS_SHOWN:

@@ -72,6 +72,15 @@ class Decoder:
         self.partials = empty_partials(self.work, sizes.query_heads // sizes.kv_heads, sizes.head_dim)
         self.holes = ints(1)
 
+    @property
+    def nbytes(self) -> int:
+        """Of all the memory; the planner counts the same (`lowering/graph_buckets.py`)."""
+        own = () if self._own is None else (self._own.sink, self._own.recent)
+        work, partials = self.work, self.partials
+        lists = (work.item_lane, work.item_start, work.first_full, work.short_item, work.meta)
+        request = (self.pages, self.lens, self._spare, self._spare_counts)
+        return sum(x.nbytes for x in (*request, *own, *lists, partials.out, partials.lse, self.holes))
+
     def place(self, requests: Sequence[Placed | None]) -> None:
         """Before a step: the compact rows of its requests; None for those that have none."""
         anything = any(each is not None for each in requests)

@@ -193,6 +193,33 @@ def backend_of(folder: Path) -> tuple[Any, Tensor]:
     return KvirTritonBackend(runner), req_to_token
 
 
+def memory_is_what_the_planner_says() -> float:
+    """Static memory of decode, to the byte: without rows by score, and with them."""
+    from kvir.kernels.triton.decoder import Decoder, Sizes
+    from kvir.lowering.course import most_compact_pages
+    from kvir.lowering.graph_buckets import decoder_bytes
+    from kvir.lowering.load import plan_for_server
+
+    with TemporaryDirectory() as folder:
+        model = tiny_llama.make(Path(folder))
+        layouts = [plan_for_server(policy(x), model, dtype="float32").layout for x in ("table", "snapkv")]
+    for layout in layouts:
+        for batch in (1, 3, 16):
+            spare = max((most_compact_pages(layout, c) for c in layout.compact), default=0)
+            model_facts = layout.budgeted.bound.model
+            sizes = Sizes(
+                batch, model_facts.context_tokens // 16, spare, len(model_facts.layers), layout.kv_heads,
+                layout.query_heads, layout.head_dim, 16,
+            )  # fmt: skip
+            zeros = torch.zeros(layout.unit_count, dtype=torch.int32)
+            tile = decode_tile(layout.head_dim, 3, "float32")
+            decoder = Decoder(sizes, tile, Bounds(zeros, zeros), "cpu")
+            assert decoder.nbytes == decoder_bytes(batch, decoder.work.slots, layout)
+    assert not layouts[0].compact
+    assert layouts[1].compact
+    return 0.0
+
+
 def replays_follow_lengths() -> float:
     """Buckets of 4 and 2, captured once, replayed in turns with lengths, pages and batches that change."""
     with TemporaryDirectory() as folder:
@@ -269,6 +296,7 @@ def replays_follow_compact_rows() -> float:
 
 
 CASES: dict[str, Callable[[], float]] = {
+    "memory-is-what-the-planner-says": memory_is_what_the_planner_says,
     "replays-follow-lengths": replays_follow_lengths,
     "replays-follow-compact-rows": replays_follow_compact_rows,
 }
