@@ -33,6 +33,7 @@ class Job:
     lengths: int  # how many different numbers of rows the heads of one layer hold
     windows: int  # how many different windows they have
     multiprocessors: int = 0  # of a cuda device
+    arch: str = ""  # of a cuda device, e.g. sm_90
     needs: tuple[str, ...] = ()
 
 
@@ -182,7 +183,8 @@ _TRITON_ATTEND = Implementation(
     "triton",
     ("cuda",),
     _ALL_DTYPES,
-    features=("logit_cap", "learned_sinks", COMPACT_ROWS, BIASED_ROWS, CACHE_POSITIONS),
+    features=("logit_cap", COMPACT_ROWS, BIASED_ROWS),
+    planned=("learned_sinks", CACHE_POSITIONS),
     head_dim_multiple=16,
     max_head_dim=256,
     built=False,

@@ -17,11 +17,21 @@ from kvir.kernels.catalog import (
     SELECT_OPS,
     Job,
     candidates,
+    decode_tile,
+    extend_tile,
 )
 from kvir.lowering.device_facts import DEVICES, DeviceFacts, multiprocessors
 from kvir.lowering.layout import biased
 from kvir.lowering.selections import tag
-from kvir.lowering.stages import KernelChoice, KernelPlan, LayoutPlan, MassAmount, OpenAmount, Selection
+from kvir.lowering.stages import (
+    KernelChoice,
+    KernelPlan,
+    KernelTile,
+    LayoutPlan,
+    MassAmount,
+    OpenAmount,
+    Selection,
+)
 from kvir.policy_ir.diagnostic import Report
 from kvir.policy_ir.nodes import Rule, TopK, TopP
 from kvir.policy_ir.rules import Merge, PrefillChunk
@@ -88,7 +98,21 @@ def choose(op: str, job: Job) -> KernelChoice:
             chosen, built = x.name, x.is_built_for(job)
         else:
             rejected.append((x.name, reason))
-    return KernelChoice(op=op, implementation=chosen, rejected=tuple(rejected), built=built)
+    tile = _tile(op, job) if chosen == "triton" else None
+    return KernelChoice(op=op, implementation=chosen, rejected=tuple(rejected), tile=tile, built=built)
+
+
+def _tile(op: str, job: Job) -> KernelTile | None:
+    match op:
+        case "attend_decode":
+            tile = decode_tile(job.head_dim, job.group_heads, job.dtype, job.arch)
+        case "attend_extend":
+            tile = extend_tile(job.head_dim, job.dtype)
+        case _:
+            return None
+    return KernelTile(
+        rows=tile.rows, queries=tile.queries, warps=tile.warps, stages=tile.stages, blocks=tile.blocks
+    )
 
 
 # ---- jobs --------------------------------------------------------------------------------------------------
@@ -123,6 +147,7 @@ def layer_job(op: str, layout: LayoutPlan, index: int, device: DeviceFacts) -> J
         lengths=lengths,
         windows=windows,
         multiprocessors=multiprocessors(device),
+        arch=device.arch,
         needs=needs,
     )
 

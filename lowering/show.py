@@ -11,6 +11,7 @@ from kvir.lowering import footprint
 from kvir.lowering.device_facts import DeviceFacts
 from kvir.lowering.footprint import LayerCost
 from kvir.lowering.places import ranges
+from kvir.lowering.show_kernels import graphs, kernels
 from kvir.lowering.show_selections import fits, prompts, row_words, selections
 from kvir.lowering.show_table import figures
 from kvir.lowering.stage_words import words
@@ -63,6 +64,9 @@ def show(
         console.print(_ranks(ranks, lengths[-1]))
     if memory_bytes is not None:
         console.print(_capacity(fullest, memory_bytes, lengths))
+    if device is not None and device.kind == "cuda":
+        console.print(kernels(fullest, device))
+        console.print(graphs(fullest, device))
 
 
 def _layers(layout: LayoutPlan) -> Table:

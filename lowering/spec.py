@@ -151,7 +151,9 @@ def _kernels(stage: KernelPlan) -> Iterator[str]:
 
 
 def _buckets(stage: GraphBuckets) -> Iterator[str]:
-    if stage.decode != decode_buckets(stage.kernels.layout, DEVICES[stage.kernels.device]):
+    if stage.decode != decode_buckets(
+        stage.kernels.layout, DEVICES[stage.kernels.device], stage.kernels.choices
+    ):
         yield "buckets do not follow from layout and device"
 
 

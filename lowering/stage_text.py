@@ -7,7 +7,7 @@ from typing import TypeVar, assert_never
 
 from kvir.lowering.places import ranges, rule_name
 from kvir.lowering.spec import AnyStage
-from kvir.lowering.stage_words import span_words, trigger_words, words
+from kvir.lowering.stage_words import span_words, tile_words, trigger_words, words
 from kvir.lowering.stages import (
     BoundPolicy,
     BudgetedPolicy,
@@ -111,5 +111,7 @@ def _kernels(kernels: KernelPlan) -> Iterator[str]:
     for choice in kernels.choices:
         rejected = "; ".join(f"`{name}` {reason}" for name, reason in choice.rejected)
         where = "" if choice.layers is None else f", layers {ranges(choice.layers)}"
+        tile = "" if choice.tile is None else f", {tile_words(choice.tile)}"
         built = "" if choice.built else ", not built yet"
-        yield f"{choice.op}{where}: {choice.implementation}{built}" + (f" ({rejected})" if rejected else "")
+        more = f" ({rejected})" if rejected else ""
+        yield f"{choice.op}{where}: {choice.implementation}{tile}{built}{more}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from kvir.lowering.stages import (
+    KernelTile,
     MassAmount,
     OpenAmount,
     PageSpan,
@@ -106,3 +107,9 @@ def _by_position(sink: int, recent: int) -> str:
     terms = [f"sink {sink}"] if sink else []
     terms += [f"recent {recent}"] if recent else []
     return ", ".join(terms)
+
+
+def tile_words(tile: KernelTile) -> str:
+    """`64 rows, 4 warps, 3 stages, 3 blocks`."""
+    blocks = f"{tile.blocks} block" + ("s" if tile.blocks > 1 else "")
+    return f"{tile.rows} rows, {tile.warps} warps, {tile.stages} stages, {blocks}"

@@ -231,6 +231,16 @@ class LayoutPlan(Stage, frozen=True, kw_only=True, omit_defaults=True):
     compact: tuple[CompactClass, ...] = ()  # a partition of the units that select by score
 
 
+class KernelTile(Stage, frozen=True, kw_only=True):
+    """How a Triton kernel is cut (`kernels.catalog.Tile`)."""
+
+    rows: int  # of K and V at a time
+    queries: int  # (token, query head) pairs of a block, padded
+    warps: int
+    stages: int  # of the pipeline of loads
+    blocks: int  # that a multiprocessor holds at once
+
+
 class KernelChoice(Stage, frozen=True, kw_only=True, omit_defaults=True):
     """The implementation of one op in some layers, and why the others were not taken."""
 
@@ -238,6 +248,7 @@ class KernelChoice(Stage, frozen=True, kw_only=True, omit_defaults=True):
     implementation: str
     rejected: tuple[tuple[str, str], ...]  # (implementation, reason)
     layers: tuple[int, ...] | None = None  # layer ids; None: every layer with a KV cache
+    tile: KernelTile | None = None
     built: bool = True  # false: data for the planner; this version of kvir has no such kernel
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
@@ -11,16 +12,25 @@ from sglang.srt.layers.radix_attention import AttentionType
 
 from kvir.kernels import dispatch
 from kvir.kernels.ops import Bounds
+from kvir.lowering.stages import ExecutionPlan
 from kvir.sglang_ext.allocator import KvirAllocator
 from kvir.sglang_ext.pool import KvirPool
 from kvir.sglang_ext.selecting import LayerCall, RowSelection, Work
 
 T = TypeVar("T")
 
+KERNELS_VARIABLE = "KVIR_KERNELS"
+
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+def kernels_of(plan: ExecutionPlan) -> str:
+    """The kernels to use: the plan's, or those that the variable names, to try or to test them."""
+    chosen = {choice.op: choice.implementation for choice in plan.choices}
+    return os.environ.get(KERNELS_VARIABLE) or chosen["attend_decode"]
 
 
 class KvirAttentionBackend(AttentionBackend):
@@ -43,8 +53,7 @@ class KvirAttentionBackend(AttentionBackend):
         self.kv_heads = pool.plan.layout.kv_heads
         self.head_dim = pool.plan.layout.head_dim
         self.layer_index = {layer.layer_id: i for i, layer in enumerate(pool.plan.model.layers)}
-        chosen = {choice.op: choice.implementation for choice in pool.plan.choices}
-        self.kernels = dispatch.choose(chosen["attend_decode"])
+        self.kernels = dispatch.choose(kernels_of(pool.plan))
         pool.kernels_name = self.kernels.name
         self._pages = torch.empty((0, 0), dtype=torch.int32)
         self._lens = torch.empty(0, dtype=torch.int32)
@@ -59,9 +68,7 @@ class KvirAttentionBackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         pool = self.pool
-        shadows = pool.residency.deltas.apply(pool.table, pool.shadow_base)
-        if self.debug:
-            self._poison()
+        shadows = self.update_table()
         rows = forward_batch.req_pool_indices
         self._slots = forward_batch.out_cache_loc
         if forward_batch.forward_mode.is_decode():
@@ -82,6 +89,13 @@ class KvirAttentionBackend(AttentionBackend):
         if self.selection is not None:
             lens = _given(forward_batch.extend_seq_lens_cpu)
             self._works = self.selection.of_extend(self.allocator, prefix_lens, lens)
+
+    def update_table(self) -> list[int]:
+        """Bring the device's table up to date; returns the batch positions whose partial page is a shadow."""
+        shadows = self.pool.residency.deltas.apply(self.pool.table, self.pool.shadow_base)
+        if self.debug:
+            self._poison()
+        return shadows
 
     def _read_compact(self, lens: list[int]) -> None:
         """Requests whose prompt was compacted read their spare rows first, each unit within bounds of its

@@ -91,9 +91,15 @@ def _register_factories() -> None:
 
     @register_attention_backend(BACKEND)
     def _(runner: Any) -> Any:
-        from kvir.sglang_ext.backend import KvirAttentionBackend
+        from kvir.kernels import dispatch
+        from kvir.sglang_ext.backend import KvirAttentionBackend, kernels_of
 
-        return KvirAttentionBackend(runner)
+        wanted = kernels_of(runner.token_to_kv_pool.plan)
+        if wanted != "triton" or dispatch.unavailable(wanted) is not None:
+            return KvirAttentionBackend(runner)
+        from kvir.sglang_ext.triton_backend import KvirTritonBackend
+
+        return KvirTritonBackend(runner)
 
     def tree(context: Any) -> Any:
         from kvir.sglang_ext.prefix import KvirRadixCache

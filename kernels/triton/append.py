@@ -12,6 +12,7 @@ def append_rows(
     k,  # [T, Hkv, D]
     v,
     kv,  # [N, 2, P, D], written
+    bias,  # float32 [N, P], zeroed where rows are written, or anything
     table,  # int32 [L, U]
     slots,  # int64 [T]
     unit0,
@@ -27,6 +28,7 @@ def append_rows(
     D: tl.constexpr,
     DIM: tl.constexpr,
     P: tl.constexpr,
+    BIAS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
@@ -42,5 +44,7 @@ def append_rows(
     into = kv + found.to(tl.int64)[:, None] * (2 * P * D) + offset * D + d[None, :]
     rows_k = tl.load(k + token * k_stride + head[:, None] * k_head_stride + d[None, :], mask=mine, other=0.0)
     tl.store(into, rows_k, mask=mine)
+    if BIAS:
+        tl.store(bias + found.to(tl.int64) * P + offset, 0.0, mask=kept)
     rows_v = tl.load(v + token * v_stride + head[:, None] * v_head_stride + d[None, :], mask=mine, other=0.0)
     tl.store(into + P * D, rows_v, mask=mine)

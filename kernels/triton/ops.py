@@ -80,10 +80,11 @@ def append(k: Tensor, v: Tensor, cache: Cache, slots: Tensor, unit0: int) -> Non
     if tokens == 0:
         return
     append_rows[(tokens,)](
-        k, v, cache.kv, cache.table, slots, unit0,
+        k, v, cache.kv, cache.kv if cache.bias is None else cache.bias, cache.table, slots, unit0,
         cache.table.shape[0], cache.table.stride(0), cache.kv.shape[0],
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         KV_HEADS=kv_heads, HEADS=padded(kv_heads), D=head_dim, DIM=padded(head_dim, 16), P=cache.kv.shape[2],
+        BIAS=cache.bias is not None,
     )  # fmt: skip
 
 
@@ -154,7 +155,7 @@ def launch_decode(
     group = query_heads // kv_heads
     tile = tile or tile_of_decode(q, kv_heads)
     bounds_stride = bounds.sink.stride(0) if own else 0
-    decode_items[(work.max_items,)](
+    decode_items[(min(work.max_items, work.slots + batch * kv_heads),)](
         q, cache.kv, cache.kv if cache.bias is None else cache.bias, cache.table, pages, lens,
         bounds.sink, bounds.recent, work.item_lane[layer], work.item_start[layer], work.meta[layer],
         out, partials.out, partials.lse, holes,

@@ -2,9 +2,10 @@
 
 Rows of heads are ragged: a few heads may hold a hundred times the rows of the others.  Each (request, KV
 head), here a *lane*, is cut into items of `chunk` rows and one shorter item.  `chunk` comes from the sum of
-all lanes over the blocks that run at once, so that no lane outlasts the others, and lies in memory, so that a
-captured graph follows the lengths.  Blocks start in order: full items come first, then the shorter ones by
-falling length, to within a sixteenth of a chunk.
+all lanes over the blocks that run at once, so that no lane outlasts the others (a little longer where that
+saves a second round of blocks), and lies in memory, so that a captured graph follows the lengths.  Blocks
+start in order: full items come first, then the shorter ones by falling length, to within a sixteenth of a
+chunk.
 
 The grid is fixed: at most `slots` full items and one short item per lane; programs without an item end at
 once.  All layers are planned in one launch each of the two kernels, since lengths are the same for all layers
@@ -28,6 +29,7 @@ from kvir.kernels.triton.rows import visible_rows
 from kvir.kernels.triton.settings import kernel, padded
 
 SIZE_CLASSES = tl.constexpr(16)
+STRETCHES = tl.constexpr(4)
 META = tl.constexpr(4)  # int32 per layer: rows of a full item, items, full items, nothing
 ITEMS_PER_PROGRAM = 256
 MIN_CHUNK_ROWS = 128  # shorter items cost more to merge than they save
@@ -133,7 +135,15 @@ def _plan_lanes(
 
     whole = tl.sum(rows.to(tl.int64))
     share = (whole + slots * BLOCK_ROWS - 1) // (slots * BLOCK_ROWS) * BLOCK_ROWS
-    chunk = tl.maximum(share, min_chunk).to(tl.int32)
+    even = tl.maximum(share, min_chunk).to(tl.int32)
+    chunk = even
+    found = 0
+    for i in tl.static_range(STRETCHES + 1):
+        # up to a quarter longer, if then every item starts at once: a second round would cost more
+        longer = (even + even * i // (4 * STRETCHES) + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS
+        fits = (tl.sum((rows + longer - 1) // longer) <= slots) & (found == 0)
+        chunk = tl.where(fits, longer, chunk)
+        found = tl.where(fits, 1, found)
     full = rows // chunk
     left = rows - full * chunk
     before = tl.cumsum(full, 0) - full

@@ -43,6 +43,9 @@ class Setup:
         )
 
 
+# Triton's kernels in its interpreter instead of the plan's.
+TRITON = {"KVIR_KERNELS": "triton", "TRITON_INTERPRET": "1"}
+
 PLAIN = ("--disable-overlap-schedule",)
 
 # Pools are as small as lets eight long requests run at once, so that the prefix cache is under pressure.
@@ -69,5 +72,8 @@ SERVERS: Mapping[str, Setup] = {
     "uniform-retract": Setup("uniform", 4096, PLAIN, RETRACTIONS),
     "table-retract": Setup("table", 4096, PLAIN, RETRACTIONS, lowered=True),
     "ramp-retract": Setup("ramp", 4096, PLAIN, RETRACTIONS),
+    "triton-uniform": Setup("uniform", 2048, environment=TRITON),
+    "triton-snapkv": Setup("snapkv", 2048, environment=TRITON),
+    "triton-laprox": Setup("laprox", 2048, PLAIN, TRITON),
     "narrow-retract": Setup("narrow", 1024, PLAIN, RETRACTIONS),
 }

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvir.kernels.catalog import decode_tile
 from kvir.kernels.ops import FULL, Bounds, Cache
 from kvir.kernels.ref import compact as ref_compact
 from kvir.kernels.ref import score_running
@@ -177,6 +178,28 @@ def work(batch: int, kv_heads: int, slots: int, longest: int) -> float:
     return 0.0
 
 
+def makespan(batch: int, share: float, most: float) -> float:
+    """The list for a ragged batch on an H200, simulated; and that the bench simulates the same list."""
+    from bench.parts.makespan import item_rows, over_ideal, ragged_rows, slots_of
+    from kvir.kernels.triton.work import empty_work, plan_work
+
+    tile, heads = decode_tile(128, 4, "bfloat16"), 8
+    slots, rows = slots_of(132, tile), ragged_rows(batch, share)
+    lens = torch.tensor(rows, dtype=torch.int32).view(batch, heads).amax(dim=1).contiguous()
+    recent = torch.tensor(rows, dtype=torch.int32).view(batch, heads)
+    bounds = Bounds(torch.zeros_like(recent), recent)
+    planned = empty_work(1, batch * heads, slots, "cpu")
+    plan_work(planned, lens, bounds, heads, tile.rows)
+    chunk, items, _, _ = planned.meta[0].tolist()
+    lane, start = planned.item_lane[0, :items].long(), planned.item_start[0, :items]
+    sizes = (torch.tensor(rows)[lane] - start).clamp(max=chunk).tolist()
+    wanted = item_rows(rows, slots, tile.rows)
+    assert sorted(sizes) == sorted(wanted)
+    classes = [(n * 16 - 1) // chunk for n in sizes]
+    assert classes == [(n * 16 - 1) // chunk for n in wanted]
+    return over_ideal(sizes, slots) / most
+
+
 CASES: dict[str, Callable[[], float]] = {
     **{
         f"append-{t}-{h}-{d}-{p}-{'strided' if s else 'contiguous'}": (
@@ -211,6 +234,10 @@ CASES: dict[str, Callable[[], float]] = {
         f"work-{b}-{h}-{s}-{n}": (lambda b=b, h=h, s=s, n=n: work(b, h, s, n))
         for b, h, s, n in ((1, 1, 1, 2), (1, 8, 6, 3000), (5, 3, 40, 900), (32, 8, 660, 9000), (7, 2, 3, 100))
     },
+    "makespan-32-quarter-full": lambda: makespan(32, 0.25, 1.15),
+    "makespan-8-quarter-full": lambda: makespan(8, 0.25, 1.35),
+    "makespan-128-quarter-full": lambda: makespan(128, 0.25, 1.15),
+    "makespan-32-all-full": lambda: makespan(32, 1.0, 1.15),
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,62 @@
+"""The attention cases of the tests on a GPU, against the reference on the CPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from torch import Tensor
+
+from kvir.kernels.ops import Bounds, Cache, Kernels
+from kvir.kernels.triton import ops
+from support import triton_cases
+
+
+def run_on_gpu(late: Callable[[], bool]) -> tuple[int, dict[str, float | str]]:
+    """Cases in random order until it is `late`: how many ran, and the outcomes of those that are wrong."""
+    names = list(triton_cases.CASES)
+    random.Random(0).shuffle(names)
+    ours = ops.KERNELS
+    ops.KERNELS = Kernels(
+        "triton on a GPU", ours.append, through_gpu(ours.attend_decode), through_gpu(ours.attend_extend)
+    )
+    ran, wrong = 0, dict[str, float | str]()
+    try:
+        for name in names:
+            if late():
+                break
+            outcome = triton_cases.run({name: triton_cases.CASES[name]})[name]
+            ran += 1
+            if not isinstance(outcome, float) or not outcome < 1:
+                wrong[name] = outcome
+    finally:
+        ops.KERNELS = ours
+    return ran, wrong
+
+
+def through_gpu(op: Callable[..., int]) -> Callable[..., int]:
+    """The op on copies of its arguments; its last one is written and comes back."""
+
+    def call(*arguments: object) -> int:
+        moved = [on_gpu(x) for x in arguments]
+        out, there = arguments[-1], moved[-1]
+        assert isinstance(out, Tensor)
+        assert isinstance(there, Tensor)
+        holes = op(*moved)
+        out.copy_(there)
+        return holes
+
+    return call
+
+
+def on_gpu(value: object) -> object:
+    match value:
+        case Tensor():
+            return value.cuda()
+        case Cache():
+            bias = None if value.bias is None else value.bias.cuda()
+            return Cache(value.kv.cuda(), value.table.cuda(), bias)
+        case Bounds():
+            return Bounds(value.sink.cuda(), value.recent.cuda())
+        case _:
+            return value

@@ -1,0 +1,155 @@
+"""The attention backend with Triton kernels: decode from static memory, fit for CUDA graphs.
+
+SGLang calls, for every decode step, `init_forward_metadata_out_graph` on the host and then either replays a
+graph, in which `init_forward_metadata_in_graph` and every layer's `forward_decode` were recorded, or runs
+them one by one.  What the host does is the first half alone: deltas of the table, and where compact rows are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kvir.kernels import dispatch
+from kvir.kernels.triton.decoder import Decoder, Placed, Sizes
+from kvir.kernels.triton.ops import tile_of_decode
+from kvir.lowering.course import most_compact_pages
+from kvir.lowering.footprint import ceil_div
+from kvir.sglang_ext.backend import KvirAttentionBackend
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class KvirTritonBackend(KvirAttentionBackend):
+    """Prefill as in the base class; decode by `kernels.triton.decoder`."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner)
+        self.kernels = dispatch.get("triton")
+        self.pool.kernels_name = self.kernels.name
+        self._decoder = self._make_decoder(self.req_to_token.shape[0])
+        self._holes = HoleWatch(self._decoder.holes)
+        bounds = self.pool.decode_bounds
+        self._recent = bounds.recent.cpu().numpy()
+
+    def _make_decoder(self, batch: int) -> Decoder:
+        layout = self.pool.plan.layout
+        q = torch.empty((1, layout.query_heads, layout.head_dim), dtype=self.pool.kv.dtype)
+        sizes = Sizes(
+            batch=batch,
+            pages=ceil_div(self.req_to_token.shape[1], self.page_tokens),
+            spare_pages=max((most_compact_pages(layout, c) for c in layout.compact), default=0),
+            layers=len(self.pool.plan.model.layers),
+            kv_heads=self.kv_heads,
+            query_heads=layout.query_heads,
+            head_dim=self.head_dim,
+            page_rows=self.page_tokens,
+        )
+        tile = tile_of_decode(q.to(self.pool.kv.device), self.kv_heads)
+        return Decoder(sizes, tile, self.pool.decode_bounds, self.pool.kv.device)
+
+    # ---- once per forward ----------------------------------------------------------------------------------
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Memory is there since the start, for as many requests as can run."""
+        if max_bs > self._decoder.sizes.batch:
+            raise RuntimeError(f"kvir: graphs of {max_bs} requests, {self._decoder.sizes.batch} can run")
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 0  # a row of padding sees nothing
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        if not forward_batch.forward_mode.is_decode():
+            super().init_forward_metadata(forward_batch)
+            return
+        self.init_forward_metadata_out_graph(forward_batch)
+        self.init_forward_metadata_in_graph(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """The host's half of a step."""
+        self._holes.look()
+        if in_capture:
+            self._decoder.place([])
+            self._works = []
+            return
+        self.update_table()
+        if self.selection is None:
+            return
+        lens = _cpu_lens(forward_batch)
+        self._works = self.selection.of_decode(self.allocator, lens)
+        self._decoder.place(self._placed(lens))
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """The device's half: recorded in a graph, or run as it is."""
+        self._decoder.plan(self.req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens)
+
+    def _placed(self, lens: list[int]) -> list[Placed | None]:
+        """Of each request whose rows were compacted, where they are and what its units see."""
+        geometry = self.pool.residency.geometry
+        found: list[Placed | None] = []
+        for state, tokens in zip(self.allocator.decoding, lens, strict=False):  # lens may be padded
+            if state.compact is None:
+                found.append(None)
+                continue
+            _, sink, recent = state.compact.decode_view(geometry, tokens, self._recent)
+            rows = np.asarray(state.compact.spare_rows)
+            found.append(Placed(*(torch.from_numpy(x.astype(np.int32)) for x in (rows, sink, recent))))
+        return found
+
+    # ---- once per layer ------------------------------------------------------------------------------------
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        q, k, v, unit0 = self._views(q, k, v, layer, save_kv_cache, kwargs)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.kernels.append(k, v, self.pool.cache, forward_batch.out_cache_loc, unit0)
+        index = self.layer_index[layer.layer_id]
+        self._decoder.attend(index, q, self.pool.cache, layer.scaling, layer.logit_cap, out)
+        if self._works:
+            self._after_attention(q, k, v, layer)
+        return self._checked(out, self._holes.look() if self.debug else 0, layer)
+
+
+class HoleWatch:
+    """Reads a counter on the device without waiting for it: what it says is a step old."""
+
+    def __init__(self, counter: torch.Tensor) -> None:
+        self._counter = counter
+        self._seen = torch.zeros_like(counter, device="cpu", pin_memory=counter.is_cuda)
+        self._copied: torch.cuda.Event | None = None
+
+    def look(self) -> int:
+        """Raises RuntimeError if rows were missing.  Returns 0."""
+        if not self._counter.is_cuda:
+            self._seen.copy_(self._counter)
+        elif torch.cuda.is_current_stream_capturing():
+            return 0
+        elif self._copied is None or self._copied.query():
+            arrived = self._copied is not None
+            missing = int(self._seen) if arrived else 0
+            self._copied = self._copied or torch.cuda.Event()
+            if not missing:
+                self._seen.copy_(self._counter, non_blocking=True)
+                self._copied.record()
+        if missing := int(self._seen):
+            raise RuntimeError(f"kvir: {missing} rows were needed that are not resident")
+        return 0
+
+
+def _cpu_lens(forward_batch: ForwardBatch) -> list[int]:
+    lens = forward_batch.seq_lens_cpu
+    assert lens is not None
+    return lens.tolist()
