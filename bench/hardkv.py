@@ -173,7 +173,7 @@ class Bench:
             prompts = [traffic.cut(4000 * i, context - 64) for i in range(8)]
             with ThreadPoolExecutor(8) as pool:
                 gaps = list(pool.map(lambda p: stream_gaps(server, p, 6 * every), prompts))
-        # token i comes from the step at which i tokens were generated; triggers run in steps every, 2 every, ..
+        # token i comes from the step at which i tokens were generated; a trigger runs in each `every`-th
         common = [statistics.median(g[i] for g in gaps) for i in range(2 * every, 6 * every - 2)]
         at = [2 * every + i for i in range(len(common))]
         fold = [gap for gap, i in zip(common, at, strict=True) if i % every == 0]
