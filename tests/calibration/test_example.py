@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from kvir.calibration import result
 from kvir.calibration.policy import policy_text
 from support.models import config_model
@@ -11,11 +13,12 @@ from support.models import config_model
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_example_is_made_of_its_grid() -> None:
-    found = result.read((ROOT / "docs/headwise_smollm2.json").read_bytes())
-    text = (ROOT / "examples/headwise_smollm2.ir").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["headwise_smollm2", "headwise_smollm2_quarter"])
+def test_the_example_is_made_of_its_grid(name: str) -> None:
+    found = result.read((ROOT / f"docs/{name}.json").read_bytes())
+    text = (ROOT / f"examples/{name}.ir").read_text(encoding="utf-8")
     header = [line[2:] for line in text.splitlines() if line.startswith("# ")]
-    assert policy_text(config_model("smollm2-135m"), found, "headwise-smollm2", header) == text
+    assert policy_text(config_model("smollm2-135m"), found, name.replace("_", "-"), header) == text
     assert any(line.startswith("kvir calibrate seqcalib --model ") for line in header)
 
 
