@@ -7,6 +7,7 @@ them one by one.  What the host does is the first half alone: deltas of the tabl
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from kvir.kernels import dispatch
 from kvir.kernels.triton.decoder import Decoder, Placed, Sizes
-from kvir.kernels.triton.ops import tile_of_decode
+from kvir.kernels.triton.ops import launch_extend, tile_of_decode
 from kvir.lowering.course import most_compact_pages
 from kvir.lowering.footprint import ceil_div
 from kvir.sglang_ext.backend import KvirAttentionBackend
@@ -30,7 +31,8 @@ class KvirTritonBackend(KvirAttentionBackend):
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)
-        self.kernels = dispatch.get("triton")
+        # prefill counts what is missing where decode does, and waits for nothing
+        self.kernels = replace(dispatch.get("triton"), attend_extend=self._attend_extend)
         self.pool.kernels_name = self.kernels.name
         self._decoder = self._make_decoder(self.req_to_token.shape[0])
         self._holes = HoleWatch(self._decoder.holes)
@@ -65,6 +67,7 @@ class KvirTritonBackend(KvirAttentionBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         if not forward_batch.forward_mode.is_decode():
+            self._holes.look()
             super().init_forward_metadata(forward_batch)
             return
         self.init_forward_metadata_out_graph(forward_batch)
@@ -120,33 +123,38 @@ class KvirTritonBackend(KvirAttentionBackend):
         self._decoder.attend(index, q, self.pool.cache, layer.scaling, layer.logit_cap, out)
         if self._works:
             self._after_attention(q, k, v, layer)
-        return self._checked(out, self._holes.look() if self.debug else 0, layer)
+        return self._checked(out, 0, layer)
+
+    def _attend_extend(self, *arguments: Any) -> int:
+        launch_extend(*arguments, holes=self._decoder.holes)
+        return 0
+
+    def _checked(self, out: torch.Tensor, holes: int, layer: RadixAttention) -> torch.Tensor:
+        if self.debug:
+            self._holes.look()
+        return super()._checked(out, holes, layer)
 
 
 class HoleWatch:
-    """Reads a counter on the device without waiting for it: what it says is a step old."""
+    """Reads a counter on the device without waiting for it: what it says on a GPU is a step old."""
 
     def __init__(self, counter: torch.Tensor) -> None:
         self._counter = counter
         self._seen = torch.zeros_like(counter, device="cpu", pin_memory=counter.is_cuda)
-        self._copied: torch.cuda.Event | None = None
+        self._copied = torch.cuda.Event() if counter.is_cuda else None
 
-    def look(self) -> int:
-        """Raises RuntimeError if rows were missing.  Returns 0."""
-        if not self._counter.is_cuda:
-            self._seen.copy_(self._counter)
-        elif torch.cuda.is_current_stream_capturing():
-            return 0
-        elif self._copied is None or self._copied.query():
-            arrived = self._copied is not None
-            missing = int(self._seen) if arrived else 0
-            self._copied = self._copied or torch.cuda.Event()
-            if not missing:
-                self._seen.copy_(self._counter, non_blocking=True)
-                self._copied.record()
-        if missing := int(self._seen):
+    def look(self) -> None:
+        """Raises RuntimeError if rows were missing."""
+        if self._copied is None:
+            missing = int(self._counter)
+        elif torch.cuda.is_current_stream_capturing() or not self._copied.query():
+            return
+        else:
+            missing = int(self._seen)
+            self._seen.copy_(self._counter, non_blocking=True)
+            self._copied.record()
+        if missing:
             raise RuntimeError(f"kvir: {missing} rows were needed that are not resident")
-        return 0
 
 
 def _cpu_lens(forward_batch: ForwardBatch) -> list[int]:
