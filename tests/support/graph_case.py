@@ -267,12 +267,8 @@ def replays_follow_compact_rows() -> float:
         return Placed(torch.arange(40, 40 + spare, dtype=torch.int32), sink, recent)
 
     worst = 0.0
-    for lengths, where in (
-        ((100, 40, 180), (0, 2)),
-        ((33, 1, 0), ()),
-        ((90, 180, 17), (1,)),
-        ((5, 6, 7), ()),
-    ):
+    steps = ((100, 40, 180), (0, 2)), ((33, 1, 0), ()), ((90, 180, 17), (1,)), ((5, 6, 7), ())
+    for lengths, where in steps:
         lens.copy_(torch.tensor(lengths))
         q.normal_()
         requests = [placed(3, n) if i in where else None for i, n in enumerate(lengths)]
