@@ -3,8 +3,7 @@
 While a step is captured nothing runs.  Launches are written down with their arguments, and torch may make
 views and fresh memory but compute nothing and read nothing: a graph would not follow that.  A replay runs the
 launches as they were written down, so whatever changes between steps must reach them through memory.
-
-`python -m support.graph_case` runs this in Triton's interpreter, like `support.triton_cases`.
+Run as `support.triton_cases` is.
 """
 
 from __future__ import annotations
