@@ -81,6 +81,7 @@ class Contest:
     model: Path
     per_task: int
     dtype: str = "bfloat16"
+    threads: int = 2
 
     def questions(self) -> list[Question]:
         form = form_of("auto", str(self.model), agnostic=False)
@@ -93,7 +94,7 @@ class Contest:
             dtype=self.dtype,
             max_total_tokens=POOL_TOKENS,
             chunked_prefill_tokens=2048,
-            threads=2,
+            threads=self.threads,
         )
         return Answers(launch)
 
@@ -131,11 +132,11 @@ class Bench:
 
     @property
     def smollm2(self) -> Contest:
-        return Contest("headwise", model_path("smollm2"), ITEMS)
+        return Contest("headwise", model_path("smollm2"), ITEMS, threads=self.threads)
 
     @property
     def gemma3(self) -> Contest:
-        return Contest("gemma3", model_path("gemma3"), GEMMA_ITEMS)
+        return Contest("gemma3", model_path("gemma3"), GEMMA_ITEMS, threads=self.threads)
 
     def ask(self, contest: Contest, plan: Path) -> None:
         left = contest.answers(plan).ask(contest.questions(), self.minutes, say)

@@ -57,6 +57,7 @@ def test_no_example_is_lost() -> None:
         "layer_ramp.ir",
         "retrieval_heads.ir",
         "headwise_smollm2.ir",
+        "headwise_smollm2_quarter.ir",
     }
 
 

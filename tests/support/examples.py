@@ -14,6 +14,7 @@ EXAMPLES = sorted((ROOT / "examples").rglob("*.ir"))
 MODELS = {
     "headkv": "smollm2-135m",
     "headwise_smollm2": "smollm2-135m",
+    "headwise_smollm2_quarter": "smollm2-135m",
     "layer_ramp": "smollm2-135m",
     "retrieval_heads": "smollm2-135m",
 }
