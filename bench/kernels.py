@@ -47,7 +47,8 @@ def layout_of(model: str, device: str, *, selects: bool = False) -> LayoutPlan:
     kv_heads = facts.layers[0].kv_heads
     text = POLICY + f"  - {{heads: 0..{max(1, kv_heads // 4) - 1}, keep: all}}\n"
     if selects:
-        text += f"  - {{layers: {facts.layers[0].layer_id}, preset: snapkv}}\n"
+        layer = next(layer for layer in facts.layers if layer.native_window_tokens is None)
+        text += f"  - {{layers: {layer.layer_id}, preset: snapkv}}\n"
     policy = parse(text, "ragged.ir")
     return lower(policy, facts, dtype="bfloat16", device=device).layout
 

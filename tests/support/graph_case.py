@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -51,8 +52,8 @@ class Launch:
             place = "fresh" if value.data_ptr() in fresh else value.data_ptr()
             return (place, tuple(value.shape), value.stride(), value.dtype)
 
-        keywords = {name: fact(value) for name, value in sorted(self.keywords.items())}
-        return (self.kernel.fn.__name__, self.grid, tuple(map(fact, self.arguments)), str(keywords))
+        keywords = str(sorted(self.keywords.items()))
+        return (self.kernel.fn.__name__, self.grid, tuple(map(fact, self.arguments)), keywords)
 
 
 class NoComputing(TorchDispatchMode):
@@ -202,20 +203,15 @@ def memory_is_what_the_planner_says() -> float:
     with TemporaryDirectory() as folder:
         model = tiny_llama.make(Path(folder))
         layouts = [plan_for_server(policy(x), model, dtype="float32").layout for x in ("table", "snapkv")]
-    for layout in layouts:
-        for batch in (1, 3, 16):
-            spare = max((most_compact_pages(layout, c) for c in layout.compact), default=0)
-            model_facts = layout.budgeted.bound.model
-            sizes = Sizes(
-                batch, model_facts.context_tokens // 16, spare, len(model_facts.layers), layout.kv_heads,
-                layout.query_heads, layout.head_dim, 16,
-            )  # fmt: skip
-            zeros = torch.zeros(layout.unit_count, dtype=torch.int32)
-            tile = decode_tile(layout.head_dim, 3, "float32")
-            decoder = Decoder(sizes, tile, Bounds(zeros, zeros), "cpu")
-            assert decoder.nbytes == decoder_bytes(batch, decoder.work.slots, layout)
-    assert not layouts[0].compact
-    assert layouts[1].compact
+    for layout, batch in product(layouts, (1, 3, 16)):
+        spare = max((most_compact_pages(layout, c) for c in layout.compact), default=0)
+        assert (spare > 0) == (layout is layouts[1])
+        facts, dim = layout.budgeted.bound.model, layout.head_dim
+        context = facts.context_tokens // 16, spare, len(facts.layers)
+        sizes = Sizes(batch, *context, layout.kv_heads, layout.query_heads, dim, 16)
+        zeros = torch.zeros(layout.unit_count, dtype=torch.int32)
+        decoder = Decoder(sizes, decode_tile(dim, 3, "float32"), Bounds(zeros, zeros), "cpu")
+        assert decoder.nbytes == decoder_bytes(batch, decoder.work.slots, layout)
     return 0.0
 
 
@@ -251,8 +247,8 @@ def replays_follow_compact_rows() -> float:
     sizes = Sizes(3, 16, 4, layers, heads, heads * 3, dim, 16)
     decoder = Decoder(sizes, decode_tile(dim, 3, "float32"), plain, "cpu")
     rows, lens = torch.arange(3), torch.zeros(3, dtype=torch.int64)
-    req_to_token = (torch.randperm(40)[:36].view(3, 12)[:, :, None] * 16 + torch.arange(16)).view(3, -1)
-    req_to_token = req_to_token.to(torch.int32)
+    pages_of = torch.randperm(40)[:36].view(3, 12).to(torch.int32)
+    req_to_token = (pages_of[:, :, None] * 16 + torch.arange(16, dtype=torch.int32)).view(3, -1)
     q = torch.randn(3, heads * 3, dim)
     outs = [torch.empty_like(q) for _ in range(layers)]
     with capturing() as (launches, _):
@@ -275,8 +271,7 @@ def replays_follow_compact_rows() -> float:
         replay(launches)
         wanted = [torch.empty_like(q) for _ in range(layers)]
         for b, (n, own) in enumerate(zip(lengths, requests, strict=True)):
-            pages = (req_to_token[b, ::16] // 16).to(torch.int32)
-            bounds, total = plain, n
+            pages, bounds, total = pages_of[b], plain, n
             if own is not None:
                 pages, bounds = torch.cat([own.spare_rows, pages]), Bounds(own.sink, own.recent)
                 total = n + 16 * len(own.spare_rows)
