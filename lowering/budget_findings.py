@@ -12,7 +12,7 @@ from kvir.policy_ir.budgets import FixedTokens, Fraction, Total
 from kvir.policy_ir.diagnostic import Report
 from kvir.policy_ir.nodes import Recent, Rule, TopK, TopP
 
-# At this share of 1,024 tokens no uniform method found a hidden number again (SmolLM2-135M, docs/quality.md).
+# At this share of 1,024 tokens no uniform method found a hidden number again (SmolLM2-135M).
 SHARE_THAT_FINDS_NOTHING = 0.05
 
 
