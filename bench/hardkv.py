@@ -18,24 +18,23 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import torch
 
 from bench.parts.figures import Figures, run_parts, say
+from bench.parts.variants import variants
 from evaluation.agree import token_stream
 from evaluation.models import model_path
 from evaluation.oracle import check
 from evaluation.selection_oracle import SelectionOracle, replays
 from evaluation.server import Launch, Served, Server, serve
-from evaluation.traffic import Traffic
-from evaluation.watch import kvir_state, prefills
+from evaluation.traffic import PAGE_TOKENS, Traffic
+from evaluation.watch import Watch, kvir_state, prefills
 from kvir.lowering.load import plan_for_server
 
 METRICS = {
@@ -50,16 +49,8 @@ RULE = (
 )
 PROMPTS = (40, 120, 255, 300, 513, 700)
 NEW_TOKENS = (600, 512, 300, 450, 64, 600)  # 512 and 64 end on a trigger
-VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "overlap": ((), {}),
-    "plain": (("--disable-overlap-schedule",), {}),
-    "retract": (
-        ("--disable-overlap-schedule",),
-        {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "97"},
-    ),
-}
+VARIANTS = variants(retract_every=97)
 CROWD, CROWD_PROMPT, CROWD_TOKENS, CROWD_CAP, ROOM_FOR = 12, 64, 2000, 256, 4
-PAGE_TOKENS = 16
 
 
 class Bench:
@@ -122,12 +113,12 @@ class Bench:
             )
 
     def memory(self) -> None:
-        file, looks = self.file(every=32, region="all"), list[dict[str, Any]]()
-        with serve(self.launch(file, 8192)) as server, Watch(server, looks):
+        file = self.file(every=32, region="all")
+        with serve(self.launch(file, 8192)) as server, Watch(server, 0.05) as watch:
             Traffic(server, self.ids).one_by_one([self.ids[:1000]], 600)
-        requests = [r for look in looks for r in look["running"] if r["selected"]]
+        requests = [r for look in watch.seen for r in look["running"] if r["selected"]]
         wrong, held, padded = 0, 0, 0
-        kv_heads = looks[-1]["kv_heads"]
+        kv_heads = watch.seen[-1]["kv_heads"]
         for r in requests:
             parts = zip(r["by_unit"], r["selected"]["rows"], r["selected"]["dense_from"], strict=True)
             wrong += sum(
@@ -209,26 +200,6 @@ def stream_gaps(server: Server, prompt: Sequence[int], new_tokens: int) -> list[
                 gaps.append(now - before)
                 before = now
     return gaps
-
-
-class Watch:
-    """Looks at the server again and again while a block runs."""
-
-    def __init__(self, server: Server, looks: list[dict[str, Any]]) -> None:
-        self._server, self._looks, self._done = server, looks, threading.Event()
-        self._thread = threading.Thread(target=self._look)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        with httpx.Client(base_url=self._server.url, timeout=600, trust_env=False) as client:
-            while not self._done.wait(0.05):
-                self._looks.append(client.get("/server_info").json()["internal_states"][0]["kvir"])
 
 
 def main() -> None:

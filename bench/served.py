@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from bench.parts.figures import Figures, run_parts, say
+from bench.parts.variants import variants
 from evaluation.agree import token_stream
 from evaluation.models import model_path
 from evaluation.oracle import check
@@ -47,13 +48,7 @@ POLICIES = {
     "laprox_model": f"keep: [{INSIDE}, {{top_k: {{fraction: 0.1, counts: kept, by: laprox, scope: model}}}}]",
 }
 MIXED = ROOT / "tests/data/policies/mixed_methods.ir"
-VARIANTS = {
-    "overlap": ((), {}),
-    "retract": (
-        ("--disable-overlap-schedule",),
-        {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "11"},
-    ),
-}
+VARIANTS = {name: how for name, how in variants(retract_every=11).items() if name != "plain"}
 LONG_TOKENS = 4096
 TENTH = f"keep: [{INSIDE}, {{top_k: {{fraction: 0.1, counts: kept, {SNAPKV}}}}}]"
 

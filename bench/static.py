@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from bench.parts.figures import Figures, run_parts, say
+from bench.parts.variants import variants
 from evaluation.agree import token_stream
 from evaluation.models import model_path
 from evaluation.oracle import LOGPROB_TOLERANCE, Agreement, Forced, Masks, Oracle, check
@@ -51,14 +52,7 @@ POLICIES = {
 PHASED = ROOT / "tests/data/policies/phased.ir"
 TIGHT = ROOT / "tests/data/policies/tight.ir"
 IDENTITY = ROOT / "examples/identity.ir"
-VARIANTS = {
-    "overlap": ((), {}),
-    "plain": (("--disable-overlap-schedule",), {}),
-    "retract": (
-        ("--disable-overlap-schedule",),
-        {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "11"},
-    ),
-}
+VARIANTS = variants(retract_every=11)
 EDGE_LENGTHS = (15, 16, 17, 255, 256, 257, 272)
 LONG_TOKENS, LONG_NEW_TOKENS, AT_ONCE = 6000, 48, 6
 SYSTEM_TOKENS, USERS = 1000, 10

@@ -18,9 +18,8 @@ from typing import Any
 
 import msgspec
 
+from kvir.lowering.layout import PAGE_TOKENS
 from kvir.lowering.plan_file import write_atomically
-
-PAGE_TOKENS = 16
 
 
 class TraceError(Exception):

@@ -58,7 +58,6 @@ class KvirAttentionBackend(AttentionBackend):
         self._pages = torch.empty((0, 0), dtype=torch.int32)
         self._lens = torch.empty(0, dtype=torch.int32)
         self._extends = self._lens
-        self._slots = torch.empty(0, dtype=torch.int64)
         self._bounds = pool.decode_bounds
         self.allocator = allocator
         self.selection = RowSelection(pool.plan, pool, runner.model) if pool.plan.layout.compact else None
@@ -70,7 +69,6 @@ class KvirAttentionBackend(AttentionBackend):
         pool = self.pool
         shadows = self.update_table()
         rows = forward_batch.req_pool_indices
-        self._slots = forward_batch.out_cache_loc
         if forward_batch.forward_mode.is_decode():
             self._lens = forward_batch.seq_lens.to(torch.int32)
             self._pages = self._logical_pages(rows, int(_given(forward_batch.seq_lens_cpu).max()))
@@ -169,7 +167,7 @@ class KvirAttentionBackend(AttentionBackend):
         if self.selection is not None:
             self.selection.observe(self._works, call)
         # after all reads of the layer: quarantined head-pages may be reused here
-        self.kernels.append(k, v, self.pool.cache, self._slots, unit0)
+        self.kernels.append(k, v, self.pool.cache, forward_batch.out_cache_loc, unit0)
         if self.selection is not None:
             self.selection.after_append(self._works, self.layer_index[layer.layer_id])
         return self._checked(out, holes, layer)
@@ -204,14 +202,18 @@ class KvirAttentionBackend(AttentionBackend):
     ) -> torch.Tensor:
         q, k, v, unit0 = self._views(q, k, v, layer, save_kv_cache, kwargs)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.kernels.append(k, v, self.pool.cache, self._slots, unit0)
-        holes = self.kernels.attend_decode(
-            q, self.pool.cache, self._pages, self._lens, self._bounds, unit0, self.kv_heads,
-            layer.scaling, layer.logit_cap, out,
-        )  # fmt: skip
+        self.kernels.append(k, v, self.pool.cache, forward_batch.out_cache_loc, unit0)
+        holes = self._attend_decode(q, layer, unit0, out)
         if self._works:
             self._after_attention(q, k, v, layer)
         return self._checked(out, holes, layer)
+
+    def _attend_decode(self, q: torch.Tensor, layer: RadixAttention, unit0: int, out: torch.Tensor) -> int:
+        """Attention of one decode step, written to out; the number of holes."""
+        return self.kernels.attend_decode(
+            q, self.pool.cache, self._pages, self._lens, self._bounds, unit0, self.kv_heads,
+            layer.scaling, layer.logit_cap, out,
+        )  # fmt: skip
 
     def _after_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention

@@ -73,16 +73,18 @@ class RequestState:
         """[U] head-pages that each unit of the request covers now; those in the stock of a selection that is
         under way belong to none.
         """
-        count = len(self.pages)
-        kept = np.minimum(self.sinks, count) + np.maximum(count - np.maximum(self.first, self.sinks), 0)
+        kept = self._kept_pages()
         found = np.zeros(geometry.unit_count, np.int64)
         for c, units in enumerate(geometry.class_units):
             found[units] = kept[c] + sum(len(index) for of, index in self.held if of == c)
         return found + (self.compact.pages if self.compact else 0)
 
+    def _kept_pages(self) -> IntArray:
+        """[C] pages within the sinks and the window of each class."""
+        count = len(self.pages)
+        return np.minimum(self.sinks, count) + np.maximum(count - np.maximum(self.first, self.sinks), 0)
+
     def covered_head_pages(self, class_size: IntArray) -> int:
         """Head-pages that the request covers now, shared ones included; `class_size` [C] in units."""
-        count = len(self.pages)
-        kept = np.minimum(self.sinks, count) + np.maximum(count - np.maximum(self.first, self.sinks), 0)
         held = sum(len(index) * int(class_size[c]) for c, index in self.held)
-        return int(kept @ class_size) + held + (self.compact.head_pages if self.compact else 0)
+        return int(self._kept_pages() @ class_size) + held + (self.compact.head_pages if self.compact else 0)

@@ -106,24 +106,10 @@ class KvirTritonBackend(KvirAttentionBackend):
 
     # ---- once per layer ------------------------------------------------------------------------------------
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        q, k, v, unit0 = self._views(q, k, v, layer, save_kv_cache, kwargs)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.kernels.append(k, v, self.pool.cache, forward_batch.out_cache_loc, unit0)
+    def _attend_decode(self, q: torch.Tensor, layer: RadixAttention, unit0: int, out: torch.Tensor) -> int:
         index = self.layer_index[layer.layer_id]
         self._decoder.attend(index, q, self.pool.cache, layer.scaling, layer.logit_cap, out)
-        if self._works:
-            self._after_attention(q, k, v, layer)
-        return self._checked(out, 0, layer)
+        return 0  # counted on the device
 
     def _attend_extend(self, *arguments: Any) -> int:
         launch_extend(*arguments, holes=self._decoder.holes)

@@ -19,6 +19,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
+from kvir.kernels.ref.score_attention import logits_of
 from kvir.policy_ir.rules import Merge
 
 
@@ -43,7 +44,7 @@ def merge_rows(
         return k[stay], v[stay], bias[stay]
     keys, values = k.float(), v.float()
     hidden = (positions[None, :] > q_positions[:, None])[:, None]  # [R, 1, n]
-    logits = (_capped(q.float() @ keys.T * scale, logit_cap) + bias).masked_fill(hidden, -torch.inf)
+    logits = (_logits(q, keys, scale, logit_cap) + bias).masked_fill(hidden, -torch.inf)
     lse = logits.logsumexp(-1, keepdim=True)  # [R, G, 1]
     mass = torch.exp(logits - lse).sum((0, 1))  # [n]
     target = _targets(spec, mass, losers, into)
@@ -58,7 +59,7 @@ def merge_rows(
     changed = target.unique()
     if spec.bias == "lse":
         had = torch.zeros_like(mass).index_add_(0, group, mass)[changed]
-        seen = _capped(q.float() @ new_k[changed].T * scale, logit_cap) - lse
+        seen = _logits(q, new_k[changed], scale, logit_cap) - lse
         got = torch.exp(seen.masked_fill(hidden[..., changed], -torch.inf)).sum((0, 1))
         known = (had > 0) & (got > 0)
         new_bias[changed] = torch.where(known, torch.log(had) - torch.log(got), bias[changed])
@@ -99,5 +100,6 @@ def _weights(spec: Merge, mass: Tensor, group: Tensor) -> Tensor:
             assert_never(spec.weights)
 
 
-def _capped(logits: Tensor, cap: float) -> Tensor:
-    return cap * torch.tanh(logits / cap) if cap > 0 else logits
+def _logits(q: Tensor, k: Tensor, scale: float, logit_cap: float) -> Tensor:
+    """q [R, G, D], k [n, D] -> [R, G, n], scaled and capped."""
+    return logits_of(q.float(), k[:, None], scale, logit_cap)[0].transpose(0, 1)

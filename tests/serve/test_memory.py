@@ -4,18 +4,14 @@ six at once, within the planner's numbers.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-import httpx
 import pytest
 
 from evaluation.oracle import Oracle, check
-from evaluation.server import Server
 from evaluation.traffic import Traffic
+from evaluation.watch import Watch
 from kvir.lowering import footprint
 from kvir.lowering.stages import ExecutionPlan
 from support.evidence import assert_healthy, wait_idle
@@ -30,32 +26,6 @@ tight = pytest.mark.parametrize("server", ["tight"], indirect=True)
 @pytest.fixture
 def plan(plan_of: Callable[[str], ExecutionPlan]) -> ExecutionPlan:
     return plan_of("tight")
-
-
-class Watch:
-    """Looks at the server's evidence again and again while a block runs."""
-
-    def __init__(self, server: Server) -> None:
-        self.seen: list[dict[str, Any]] = []
-        self._server = server
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._look)
-
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        # a client of its own: the server's is busy with the requests
-        with httpx.Client(base_url=self._server.url, timeout=60, trust_env=False) as client:
-            while not self._done.is_set():
-                info = client.get("/server_info").json()
-                self.seen.append(info["internal_states"][0]["kvir"])
-                time.sleep(0.01)
 
 
 def test_the_planner_expects_this(plan: ExecutionPlan) -> None:
