@@ -7,8 +7,9 @@
 Every policy gets a server and the same 96 requests of 1,024 tokens of SmolLM2 in text that no plan was
 calibrated on: 32 go on for 128 given tokens (`loss`, nats a token); in 32 a number is hidden and the question
 stands in the prompt (`aware`); in 32 the question comes after it, when rows are gone (`agnostic`).  A number
-is found if every digit is the likeliest token.  Results are kept in `out/quality`, so a run goes on where
-another stopped; differences are paired, prompt by prompt, with intervals of 95 %.
+is found if every digit is the likeliest token.  What each request gave is kept in `docs/quality.jsonl`, a
+line for each policy by the digest of its text, so that nothing is served twice and anyone can do other
+statistics; differences are paired, prompt by prompt, with intervals of 95 %.
 
 `polykv_gap_recovered` = (best single method - plan) / (best single method - full KV), in loss at 25 %.
 """
@@ -20,31 +21,31 @@ import contextlib
 import hashlib
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 from msgspec import structs
 
+from bench.parts import hidden
 from bench.parts.contenders import FULL, contender, names
 from bench.parts.figures import Figures, say
 from bench.parts.forced import ARGUMENTS, Forced, follow
-from bench.polykv import AFTER_TOKENS, PROMPT_TOKENS, SEEN_PARAGRAPHS, TEXT, needles, recovered
+from bench.parts.hidden import PROMPT_TOKENS, Request
+from bench.parts.paired import recovered, share
 from evaluation.models import model_path
-from evaluation.server import Launch, ServerError, serve
+from evaluation.server import Launch, Server, ServerError, serve
 from evaluation.watch import kvir_state
 from kvir.calibration.harness import Harness
 from kvir.calibration.polykv.result import interval
-from kvir.calibration.samples import pieces, token_ids
 from kvir.policy_ir import Policy, load, parse, print_policy
 
 ROOT = Path(__file__).resolve().parents[1]
-KEPT = ROOT / "out/quality/served.jsonl"
+KEPT = ROOT / "docs/quality.jsonl"
 SAMPLES = 32
 AT_ONCE = 8
-POOL_TOKENS = 24_576
+POOL_TOKENS = 65_536  # all prompts stay in the prefix cache
 # the plan of a share of the rows, per KV head (ours) and per layer (the paper's)
 PLANS = {
     "plan": "examples/polykv_smollm2_{percent}.ir",
@@ -52,28 +53,16 @@ PLANS = {
 }
 
 
-@dataclass(frozen=True)
-class Request:
-    kind: str  # loss, aware or agnostic
-    number: int
-    prompt: tuple[int, ...]
-    after: tuple[int, ...]
-    counted: int  # of the last tokens of `after`
+class Result(msgspec.Struct, frozen=True):
+    """Of one policy, prompt by prompt."""
 
-    @property
-    def key(self) -> str:
-        text = msgspec.json.encode((self.kind, self.number, self.prompt, self.after))
-        return hashlib.sha256(text).hexdigest()[:16]
-
-
-class Line(msgspec.Struct, frozen=True):
-    """One request of one policy, in the file."""
-
-    policy: str  # of its text, a digest
-    request: str
-    loss: float  # mean over the counted tokens
-    found: bool  # all of them the likeliest
-    resident: float  # head-pages that the request held at its end, of those of full KV
+    policy: str  # its name and share of the rows, for readers of the file
+    text: str  # digest of what it does
+    asked: str  # digest of the requests
+    losses: list[float]  # mean over the tokens that follow
+    aware: list[bool]  # all digits were the likeliest
+    agnostic: list[bool]
+    resident: float  # head-pages that a request held at its end, of those of full KV: the mean of `loss`
 
 
 class Work:
@@ -83,15 +72,8 @@ class Work:
         self.threads = threads
         harness = Harness(model_path("smollm2"))
         self.facts = harness.facts
-        ids = token_ids(harness, "\n".join(TEXT.read_text(encoding="utf-8").splitlines()[SEEN_PARAGRAPHS:]))
-        found = [
-            Request("loss", i, piece[:PROMPT_TOKENS], piece[PROMPT_TOKENS:], AFTER_TOKENS - 1)
-            for i, piece in enumerate(pieces(harness, ids, PROMPT_TOKENS + AFTER_TOKENS, SAMPLES))
-        ]
-        for kind in ("aware", "agnostic"):
-            made = needles(harness, ids, SAMPLES, aware=kind == "aware")
-            found += [Request(kind, i, tuple(p), tuple(a), n) for i, (p, a, n) in enumerate(made)]
-        self.requests = found
+        self.requests = hidden.requests(harness, SAMPLES)
+        self.asked = hidden.digest(self.requests)
 
     def policy(self, name: str, percent: int) -> Policy:
         """Raises OSError if a plan was not made."""
@@ -101,82 +83,78 @@ class Work:
             return load(ROOT / PLANS[name].format(percent=percent))
         return contender(name, self.facts, round(percent / 100 * PROMPT_TOKENS), PROMPT_TOKENS)
 
-    def measure(self, policy: Policy) -> None:
-        """Serve what is missing."""
-        key, text = digest(policy), print_policy(policy)
-        if result(self, policy) is not None:
+    def result(self, policy: Policy) -> Result | None:
+        """What is known."""
+        data = KEPT.read_bytes() if KEPT.exists() else b""
+        known = msgspec.json.Decoder(Result).decode_lines(data)
+        wanted = _digest(policy), self.asked
+        return next((one for one in known if (one.text, one.asked) == wanted), None)
+
+    def measure(self, policy: Policy, name: str) -> None:
+        """Serve what is not known."""
+        if self.result(policy) is not None:
             return
-        left = self.requests
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            (folder / "policy.ir").write_text(text)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "policy.ir"
+            path.write_text(print_policy(policy))
             launch = Launch(
                 model=model_path("smollm2"),
-                kv_ir=folder / "policy.ir",
-                dtype="bfloat16",
+                kv_ir=path,
                 max_total_tokens=POOL_TOKENS,
                 max_running_requests=AT_ONCE,
                 threads=self.threads,
                 arguments=ARGUMENTS,
             )
-            with serve(launch) as server, ThreadPoolExecutor(AT_ONCE) as pool:
-                found = list(pool.map(lambda r: follow(server, r.prompt, r.after, folder), left))
-                ends = {end["rid"]: end for end in kvir_state(server)["finished"]}
-        keep(_line(key, r, f, ends[f.rid]) for r, f in zip(left, found, strict=True))
+            with serve(launch) as server:
+                found, ends = _served(server, self.requests, Path(folder))
+        of = {kind: [i for i, r in enumerate(self.requests) if r.kind == kind] for kind in hidden.KINDS}
+        held = [_resident(ends[found[i].rid]) for i in of["loss"]]
+        result = Result(
+            policy=name,
+            text=_digest(policy),
+            asked=self.asked,
+            losses=[_loss(self.requests[i], found[i]) for i in of["loss"]],
+            aware=[_all_digits(self.requests[i], found[i]) for i in of["aware"]],
+            agnostic=[_all_digits(self.requests[i], found[i]) for i in of["agnostic"]],
+            resident=round(sum(held) / len(held), 5),
+        )
+        with KEPT.open("ab") as file:
+            file.write(msgspec.json.encode(result) + b"\n")
 
 
-def _line(key: str, request: Request, forced: Forced, end: Mapping[str, int]) -> Line:
+def _served(
+    server: Server, requests: Sequence[Request], folder: Path
+) -> tuple[list[Forced], Mapping[str, Mapping[str, int]]]:
+    """In the order of the requests; and how each ended.  The others begin as the agnostic do."""
+    found: dict[int, Forced] = {}
+    ends: dict[str, Mapping[str, int]] = {}
+
+    def one(index: int) -> None:
+        found[index] = follow(server, requests[index].prompt, requests[index].after, folder)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for first in (True, False):
+            list(pool.map(one, (i for i, r in enumerate(requests) if (r.kind == "agnostic") == first)))
+            ends |= {end["rid"]: end for end in kvir_state(server)["finished"]}
+    return [found[i] for i in range(len(requests))], ends
+
+
+def _loss(request: Request, forced: Forced) -> float:
     counted = forced.logprobs[-request.counted :]
-    likeliest = forced.likeliest[-request.counted :]
-    held = end["head_pages_held"] + end["compact_head_pages"]
-    return Line(
-        policy=key,
-        request=request.key,
-        loss=-sum(counted) / len(counted),
-        found=likeliest == request.after[-request.counted :],
-        resident=held / end["head_pages_full"],
-    )
+    return round(-sum(counted) / len(counted), 6)
 
 
-def digest(policy: Policy) -> str:
+def _all_digits(request: Request, forced: Forced) -> bool:
+    return forced.likeliest[-request.counted :] == request.after[-request.counted :]
+
+
+def _resident(end: Mapping[str, int]) -> float:
+    return (end["head_pages_held"] + end["compact_head_pages"]) / end["head_pages_full"]
+
+
+def _digest(policy: Policy) -> str:
     """Of what it does: the name does not count."""
     return hashlib.sha256(print_policy(structs.replace(policy, name="")).encode()).hexdigest()[:16]
-
-
-def keep(found: Iterable[Line]) -> None:
-    KEPT.parent.mkdir(parents=True, exist_ok=True)
-    with KEPT.open("ab") as file:
-        file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in found))
-
-
-@dataclass(frozen=True)
-class Result:
-    """Of one policy, prompt by prompt."""
-
-    losses: list[float]
-    aware: list[bool]
-    agnostic: list[bool]
-    resident: float
-
-
-def result(work: Work, policy: Policy) -> Result | None:
-    """None if something is missing."""
-    key = digest(policy)
-    data = KEPT.read_bytes() if KEPT.exists() else b""
-    known = {
-        line.request: line for line in msgspec.json.Decoder(Line).decode_lines(data) if line.policy == key
-    }
-    if any(request.key not in known for request in work.requests):
-        return None
-    of: dict[str, list[Line]] = {}
-    for request in work.requests:
-        of.setdefault(request.kind, []).append(known[request.key])
-    return Result(
-        [line.loss for line in of["loss"]],
-        [line.found for line in of["aware"]],
-        [line.found for line in of["agnostic"]],
-        sum(line.resident for line in of["loss"]) / len(of["loss"]),
-    )
 
 
 def report(work: Work, percent: int, figures: Figures) -> None:
@@ -184,7 +162,7 @@ def report(work: Work, percent: int, figures: Figures) -> None:
     found: dict[str, Result] = {}
     for name in (FULL, *PLANS, *names()):
         with contextlib.suppress(OSError):
-            if (measured := result(work, work.policy(name, percent))) is not None:
+            if (measured := work.result(work.policy(name, percent))) is not None:
                 found[name] = measured
     if FULL not in found:
         return
@@ -192,8 +170,8 @@ def report(work: Work, percent: int, figures: Figures) -> None:
     print(f"| {percent} % | resident | loss over full KV | aware | agnostic |\n|---|---|---|---|---|")
     for name, one in sorted(found.items(), key=lambda pair: sum(pair[1].losses)):
         mean, half = interval(one.losses, full.losses)
-        rows = [_share(one.aware), _share(one.agnostic)]
-        print(f"| {name} | {one.resident:.1%} | {mean:+.3f} +- {half:.3f} | {rows[0]} | {rows[1]} |")
+        needles = f"{share(one.aware)} | {share(one.agnostic)}"
+        print(f"| {name} | {one.resident:.1%} | {mean:+.3f} +- {half:.3f} | {needles} |")
         figures.add(f"served_{percent}_{name}_loss_over_full", f"{mean:.4f}")
         figures.add(
             f"served_{percent}_{name}_needles", f"{sum(one.aware)} and {sum(one.agnostic)} of {SAMPLES}"
@@ -208,14 +186,6 @@ def report(work: Work, percent: int, figures: Figures) -> None:
             word = "polykv_gap_recovered" + ("" if name == "plan" else f"_{name}")
             word += "" if percent == 25 else f"_at_{percent}"
             figures.add(word, f"{gap:.3f} [{low:.2f}, {high:.2f}] over {best}")
-
-
-def _share(found: Sequence[bool]) -> str:
-    """A share with Wilson's interval."""
-    n, p, z = len(found), sum(found) / len(found), 1.96
-    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5
-    return f"{p:.2f} [{max(0, middle - half):.2f}, {min(1, middle + half):.2f}]"
 
 
 def main() -> None:
@@ -235,7 +205,7 @@ def main() -> None:
             if time.monotonic() > deadline:
                 break
             try:
-                work.measure(work.policy(name, percent))
+                work.measure(work.policy(name, percent), f"{name} {percent} %")
                 say(f"{name} at {percent} %")
             except (OSError, ServerError) as error:
                 say(f"{name} at {percent} %: {error}")

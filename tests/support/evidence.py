@@ -19,7 +19,7 @@ def kvir_state(server: Server) -> dict[str, Any]:
     return state
 
 
-def wait_idle(server: Server, timeout_s: float = 20) -> dict[str, Any]:
+def wait_idle(server: Server, timeout_s: float = 120) -> dict[str, Any]:
     """The evidence once no request runs: an answer comes back a moment before its residency ends."""
     deadline = time.monotonic() + timeout_s
     while (state := kvir_state(server))["running"]:
