@@ -42,6 +42,8 @@ def calibrate_seqcalib(args: argparse.Namespace) -> None:
         )
     if args.objective == "residual" and args.budget is None:
         raise CalibrationError("--objective residual shares out a budget: give --budget, e.g. 0.45")
+    if args.budget_context is not None and (args.budget is None or args.budget_context < 16):
+        raise CalibrationError("--budget-context takes at least 16 tokens, and goes with --budget")
     job = open_job(args)
     request = run.Request(
         context_tokens=context,
@@ -54,6 +56,7 @@ def calibrate_seqcalib(args: argparse.Namespace) -> None:
         sink_tokens=args.sinks,
         taus=args.tau,
         budget=args.budget,
+        budget_context_tokens=args.budget_context,
         objective=args.objective,
         phase=args.phase,
         held_out_samples=args.held_out_samples,
@@ -100,7 +103,7 @@ def headline(found: object, command: str) -> list[str]:
     assert isinstance(found, Calibration)
     best = found.best
     lines = ["A window per KV head, calibrated by SeqCalib (HeadWiseKV, arXiv:2609.02029).", command]
-    kept = f"keeps {best.kept_share:.1%} of the rows of a {found.inputs.context_tokens}-token context"
+    kept = f"keeps {best.kept_share:.1%} of the rows of a {found.inputs.counted_tokens}-token context"
     if best.loss is not None and found.loss_full is not None:
         kept += f"; held-out loss {best.loss:.3f}, full KV {found.loss_full:.3f}"
     return [*lines, kept]

@@ -85,6 +85,12 @@ def add_calibrate(commands: Any) -> None:
     )
     choice.add_argument("--budget", type=share, metavar="X", help="largest share of the rows to keep")
     choice.add_argument(
+        "--budget-context",
+        type=count,
+        metavar="N",
+        help="of a context of N tokens: the shortest that the budget must hold for; default: --context",
+    )
+    choice.add_argument(
         "--objective",
         choices=("cosine", "residual"),
         default="cosine",
@@ -149,6 +155,7 @@ _REPORTED = (
         "sinks",
         "tau",
         "budget",
+        "budget_context",
         "objective",
         "phase",
         "held_out",

@@ -43,7 +43,7 @@ class Bar:
 
 def print_summary(found: Calibration, console: Console | None = None) -> None:
     """The grid as a table, the chosen point marked."""
-    table = Table(title=f"{found.inputs.arch}, {found.inputs.context_tokens} tokens", title_justify="left")
+    table = Table(title=f"{found.inputs.arch}, {found.inputs.counted_tokens} tokens", title_justify="left")
     table.add_column("")
     table.add_column("policy")
     for name in ("rows kept", "min-head cosine", "error / residual", "held-out loss", "against full"):

@@ -33,10 +33,16 @@ class Inputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     objective: Objective
     phase: Phase
     budget: float | None
+    budget_context_tokens: int | None = None  # where rows are counted, if not at context_tokens
     held_out: str
     held_out_samples: int
     seed: int
     dtype: str
+
+    @property
+    def counted_tokens(self) -> int:
+        """The context of which shares of rows are shares."""
+        return self.budget_context_tokens or self.context_tokens
 
 
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -45,6 +45,7 @@ class Request:
     sink_tokens: tuple[int, ...]
     taus: tuple[float, ...]
     budget: float | None
+    budget_context_tokens: int | None
     objective: Objective
     phase: Phase
     held_out_samples: int
@@ -93,7 +94,8 @@ def calibrate(
     memo = Memo(unfinished, given)
     memo.get("replay", lambda: replay(harness, data.samples[0].ids))
     layers = harness.configurable
-    costs = [[code.rows(context) * layer.head_dim for code in codes] for layer in layers]
+    counted = request.budget_context_tokens or context
+    costs = [[code.rows(counted) * layer.head_dim for code in codes] for layer in layers]
     steps = len(layers) * len(data.samples)
 
     def score(name: str, decide: Callable[[int, Sequence[Sequence[float]]], tuple[int, ...]]) -> Matrix:
@@ -229,6 +231,7 @@ def _inputs(harness: Harness, request: Request, text: Text, held_out: Text | Non
         objective=request.objective,
         phase=request.phase,
         budget=request.budget,
+        budget_context_tokens=request.budget_context_tokens,
         held_out=held_out[0] if held_out else "what follows in the same text",
         held_out_samples=request.held_out_samples,
         seed=request.seed,

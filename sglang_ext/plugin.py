@@ -93,13 +93,17 @@ def _register_factories() -> None:
     def _(runner: Any) -> Any:
         from kvir.kernels import dispatch
         from kvir.sglang_ext.backend import KvirAttentionBackend, kernels_of
+        from kvir.sglang_ext.selfcheck import check_kernels
 
         wanted = kernels_of(runner.token_to_kv_pool.plan)
         if wanted != "triton" or dispatch.unavailable(wanted) is not None:
-            return KvirAttentionBackend(runner)
-        from kvir.sglang_ext.triton_backend import KvirTritonBackend
+            backend = KvirAttentionBackend(runner)
+        else:
+            from kvir.sglang_ext.triton_backend import KvirTritonBackend
 
-        return KvirTritonBackend(runner)
+            backend = KvirTritonBackend(runner)
+        check_kernels(backend.pool, backend.kernels.name)
+        return backend
 
     def tree(context: Any) -> Any:
         from kvir.sglang_ext.prefix import KvirRadixCache

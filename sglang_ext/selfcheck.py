@@ -10,9 +10,16 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kvir.kernels import dispatch
+from kvir.kernels.proof import Shapes, disagreements
 from kvir.sglang_ext.hooks import HOOKS, SRT, Hook
+
+if TYPE_CHECKING:
+    from kvir.sglang_ext.pool import KvirPool
+
+ANY_LOGIT_CAP = 30.0  # the proof's, for models that have one
 
 
 def unbound_hooks() -> list[str]:
@@ -31,6 +38,25 @@ def _is_bound(hook: Hook) -> bool:
             return True
         function = getattr(function, "__wrapped__", None)
     return False
+
+
+def check_kernels(pool: KvirPool, name: str) -> None:
+    """Raises RuntimeError if the kernels called `name` are wrong here, in the shapes of the plan."""
+    layout, facts = pool.plan.layout, pool.plan.model
+    shapes = Shapes(
+        query_heads=layout.query_heads,
+        kv_heads=layout.kv_heads,
+        head_dim=layout.head_dim,
+        page_rows=layout.page_tokens,
+        dtype=pool.kv.dtype,
+        scale=layout.head_dim**-0.5,
+        logit_cap=ANY_LOGIT_CAP if "logit_cap" in facts.needs else 0.0,
+        biased=pool.bias is not None,
+    )
+    if found := disagreements(dispatch.get(name), shapes, pool.kv.device):
+        raise RuntimeError(
+            f"kvir: refusing to serve: kernels {name!r} on {pool.kv.device}: " + "; ".join(found)
+        )
 
 
 def check_scheduler(scheduler: Any) -> None:

@@ -93,6 +93,18 @@ def test_sinks_as_a_dimension_become_rules(model_folder: Folder, text: Path, tmp
             assert kept.recent_tokens is None or kept.sink_tokens == found.codes[k].sink_tokens
 
 
+def test_a_budget_holds_at_the_context_where_it_is_counted(
+    model_folder: Folder, text: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "plan.ir"
+    more = ("--objective", "residual", "--budget", ".6", "--budget-context", "48")
+    assert main(words(model_folder("llama"), text, output, *more)) == 0
+    found = result.read((tmp_path / "plan.json").read_bytes())
+    kept = [found.codes[k].rows(48) for row in found.best.choices for k in row]
+    assert found.best.kept_share == sum(kept) / (48 * len(kept)) <= 0.6
+    assert "of the rows of a 48-token context" in output.read_text(encoding="utf-8")
+
+
 def test_kvir_plot_draws_the_grid_again(model_folder: Folder, text: Path, tmp_path: Path) -> None:
     assert main(words(model_folder("llama"), text, tmp_path / "plan.ir")) == 0
     assert main(["plot", str(tmp_path / "plan.json"), "-o", str(tmp_path / "again.png")]) == 0
@@ -105,6 +117,7 @@ def test_kvir_plot_draws_the_grid_again(model_folder: Folder, text: Path, tmp_pa
     [
         (("--budget", ".01"), "no threshold keeps at most 1.0%"),
         (("--objective", "residual"), "give --budget"),
+        (("--budget-context", "48"), "goes with --budget"),
         (("--samples", "900"), "give a longer text"),
         (("--candidates", "4096"), "no candidate is shorter"),
         (("--context", "4"), "--context takes one number"),

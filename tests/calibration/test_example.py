@@ -31,7 +31,7 @@ def test_the_allocation_beats_the_threshold_at_the_same_rows() -> None:
     (threshold,) = [point for point in found.points if point.tau == 0.98]
     assert found.errors is not None
     assert threshold.error is not None
-    context, heads = found.inputs.context_tokens, len(found.errors[0][0])
+    context, heads = found.inputs.counted_tokens, len(found.errors[0][0])
     costs = [[code.rows(context) for code in found.codes]] * len(found.errors)
     limit = round(threshold.kept_share * context * heads * len(costs))
     taken = allocate(found.errors, costs, limit)

@@ -25,6 +25,7 @@ from support.servers import policy
 HERE = Path(__file__).parent
 ENGINE = HERE / "programs/engine.py"
 UNBOUND = HERE / "programs/unbound.py"
+WRONG_KERNEL = HERE / "programs/wrong_kernel.py"
 # the console script of SGLang's environment, run by this interpreter
 SGLANG = Path(sglang.__file__).parents[4] / "bin/sglang"
 COMMANDS = {"launch_server": ["-m", "sglang.launch_server"], "sglang serve": [str(SGLANG), "serve"]}
@@ -148,3 +149,21 @@ def test_a_hook_that_did_not_bind_stops_the_server(tiny_model: Path) -> None:
     assert done.returncode != 0
     assert f"kvir: refusing to serve: hook on {target} is not bound" in done.stderr + done.stdout
     assert "The server is fired up" not in done.stderr + done.stdout
+
+
+def test_a_wrong_kernel_stops_the_server(tiny_model: Path) -> None:
+    words = [
+        str(WRONG_KERNEL),
+        "--model-path",
+        str(tiny_model),
+        "--device",
+        "cpu",
+        "--port",
+        str(free_port()),
+    ]
+    words += ["--kv-ir", str(policy("tight")), "--max-total-tokens", "1024"]
+    done = program(words)
+    assert done.returncode != 0
+    said = done.stderr + done.stdout
+    assert "kvir: refusing to serve: kernels 'cpu' on cpu: append wrote other rows; decode differs by" in said
+    assert "The server is fired up" not in said
