@@ -2,8 +2,8 @@
 this table.
 
 A capability check answers a reason or None, and never tries anything out.  Rows that are not `built` are
-known well enough to plan with: `kvir show` and `kvir lower` use them, and a server refuses a plan that needs
-them.
+known well enough to plan with: `kvir show` and `kvir lower` use them where nothing else can do the job, and a
+server refuses a plan that needs them.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ _REF_ATTEND = Implementation("ref", ("cpu",), _ALL_DTYPES, features=_ATTENDS, pl
 _REF_SELECT = Implementation("ref", ("cpu",), _ALL_DTYPES, features=(EVERYTHING,))
 _REF_SELECT_CUDA = Implementation("ref", ("cuda",), _ALL_DTYPES, features=(EVERYTHING,), built=False)
 
-_TRITON = Implementation("triton", ("cuda",), _ALL_DTYPES, max_head_dim=256, built=False)
+_TRITON = Implementation("triton", ("cuda",), _ALL_DTYPES, max_head_dim=256)
 _TRITON_ATTEND = Implementation(
     "triton",
     ("cuda",),
@@ -187,7 +187,6 @@ _TRITON_ATTEND = Implementation(
     planned=("learned_sinks", CACHE_POSITIONS),
     head_dim_multiple=16,
     max_head_dim=256,
-    built=False,
 )
 _TRITON_SCORE = Implementation(
     "triton",

@@ -87,19 +87,27 @@ def _choices(op: str, layout: LayoutPlan, device: str) -> Iterator[KernelChoice]
 
 
 def choose(op: str, job: Job) -> KernelChoice:
-    """The first implementation of `op` that can do a job; an empty name if none can."""
-    chosen, built = "", True
+    """The first implementation of `op` that can do a job and is built, else the first that will be; an empty
+    name if none can."""
+    found = [(x, x.refusal(job)) for x in candidates(op, job.device)]
+    able = [x for x, reason in found if reason is None]
+    chosen = next((x for x in able if x.is_built_for(job)), able[0] if able else None)
+    name = "" if chosen is None else chosen.name
     rejected: list[tuple[str, str]] = []
-    for x in candidates(op, job.device):
-        reason = x.refusal(job)
-        if reason is None and chosen:
-            reason = f"comes after `{chosen}`"
-        if reason is None:
-            chosen, built = x.name, x.is_built_for(job)
-        else:
+    for x, reason in found:
+        if reason is not None:
             rejected.append((x.name, reason))
-    tile = _tile(op, job) if chosen == "triton" else None
-    return KernelChoice(op=op, implementation=chosen, rejected=tuple(rejected), tile=tile, built=built)
+        elif x is not chosen and not x.is_built_for(job):
+            rejected.append((x.name, "is not built yet"))
+        elif x is not chosen:
+            rejected.append((x.name, f"comes after `{name}`"))
+    return KernelChoice(
+        op=op,
+        implementation=name,
+        rejected=tuple(rejected),
+        tile=_tile(op, job) if name == "triton" else None,
+        built=chosen is None or chosen.is_built_for(job),
+    )
 
 
 def _tile(op: str, job: Job) -> KernelTile | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvir.lowering.stages import Dtype
+from kvir.lowering.stages import Dtype, ExecutionPlan
 from kvir.sglang_ext.errors import KvirError
 from kvir.sglang_ext.server_args import store_plan
 
@@ -20,7 +20,7 @@ _DTYPES: dict[str, Dtype] = {
 }
 
 
-def plan_of(args: Any, config: Any) -> None:
+def plan_of(args: Any, config: Any) -> ExecutionPlan:
     """Lower (or load) the plan for the model and dtype that SGLang resolved, and store it on the arguments.
 
     Raises KvirError with the rendered diagnostics; what this version does not execute is among them
@@ -35,10 +35,35 @@ def plan_of(args: Any, config: Any) -> None:
     dtype = _DTYPES[str(model_config_of(args).dtype) if kv_dtype == "auto" else kv_dtype]
     folder = _folder(str(config.model_path))
     try:
-        plan = plan_for_server(str(config.kv_ir), folder, dtype=dtype, device=str(config.device))
+        plan = plan_for_server(str(config.kv_ir), folder, dtype=dtype, device=_card(str(config.device)))
     except PolicyError as error:
         raise KvirError(str(error)) from None
     store_plan(args, plan)
+    return plan
+
+
+def _card(device: str) -> str:
+    """The planner's name of the device that is here."""
+    if device != "cuda":
+        return device
+    import torch
+
+    return card_named(torch.cuda.get_device_name())
+
+
+def card_named(name: str) -> str:
+    """`NVIDIA H100 80GB HBM3` -> h100; `cuda`, with an A100's figures, for a card that the planner does not
+    know.
+    """
+    words = name.lower().replace("-", " ").split()
+    known = next((card for card in ("a100", "h100", "h200", "b200") if card in words), "cuda")
+    match known:
+        case "a100" if "40gb" in words:
+            return "a100-40gb"
+        case "h100" if "pcie" in words:
+            return "h100-pcie"
+        case _:
+            return known
 
 
 def _folder(model_path: str) -> Path:

@@ -55,6 +55,7 @@ def _register_resolution() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
     from kvir.sglang_ext import refusals
+    from kvir.sglang_ext.graphs import declare_graphs
     from kvir.sglang_ext.planning import plan_of
 
     ATTENTION_BACKEND_CHOICES.append(refusals.BACKEND)
@@ -80,7 +81,7 @@ def _register_resolution() -> None:
         config = resolving_view(args)
         if config.kv_ir is not None:
             refusals.check_resolved(config)
-            plan_of(args, config)
+            declare_graphs(args, config, plan_of(args, config))
 
 
 def _register_factories() -> None:
@@ -93,6 +94,7 @@ def _register_factories() -> None:
     def _(runner: Any) -> Any:
         from kvir.kernels import dispatch
         from kvir.sglang_ext.backend import KvirAttentionBackend, kernels_of
+        from kvir.sglang_ext.graphs import install_kernels
         from kvir.sglang_ext.selfcheck import check_kernels
 
         wanted = kernels_of(runner.token_to_kv_pool.plan)
@@ -101,6 +103,7 @@ def _register_factories() -> None:
         else:
             from kvir.sglang_ext.triton_backend import KvirTritonBackend
 
+            install_kernels(runner.token_to_kv_pool.kv.device)
             backend = KvirTritonBackend(runner)
         check_kernels(backend.pool, backend.kernels.name)
         return backend

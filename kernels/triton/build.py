@@ -138,6 +138,11 @@ def build(facts: Sequence[AttentionFacts], target: str, folder: Path) -> Manifes
     return manifest
 
 
+def default_folder(policy: Path, target: str) -> Path:
+    """Where a policy's kernels are built, and a server looks for them: `chat.sm_90` for `chat.ir`."""
+    return policy.with_suffix(f".{target}")
+
+
 def install(folder: Path, target: str) -> str | None:
     """Put what `build` made where Triton looks for it; None, or why nothing was installed."""
     path = folder / MANIFEST

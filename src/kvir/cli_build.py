@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 def build_kernels(args: argparse.Namespace) -> int:
     """Write binaries and a manifest, and say what the kernels came to.  1 if any spills registers."""
-    from kvir.kernels.triton.build import build
+    from kvir.kernels.triton.build import build, default_folder
 
     layout = read_layout(args)
-    folder = Path(args.output or f"kernels-{args.target}")
+    folder = Path(args.output) if args.output else default_folder(Path(args.file), args.target)
     manifest = build([facts_of(layout, args.target)], args.target, folder)
     print("\n".join(table(manifest)))
     print(f"{len(manifest.kernels)} kernels for {args.target} in {folder}")

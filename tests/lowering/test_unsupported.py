@@ -138,12 +138,13 @@ def test_methods_by_score_are_served(name: str) -> None:
     assert plan.layout.compact
 
 
-def test_a_server_on_cuda_is_refused_until_its_kernels_exist(tmp_path: Path) -> None:
-    llama = CONFIGS / "llama-3.1-8b"
-    path = tmp_path / "p.ir"
-    path.write_text("kvir: 1\nname: p\n")
-    with pytest.raises(PolicyError, match=r"kernels for cuda are not built yet: `append` \(triton\)"):
-        plan_for_server(path, llama, dtype="bfloat16", device="cuda")
+def test_rows_by_score_are_refused_on_cuda_until_their_kernels_exist() -> None:
+    llama, examples = CONFIGS / "llama-3.1-8b", ROOT / "examples"
+    with pytest.raises(PolicyError, match=r"kernels for cuda are not built yet: `score` \(triton\)"):
+        plan_for_server(examples / "methods/snapkv.ir", llama, dtype="bfloat16", device="cuda")
+    plan = plan_for_server(examples / "streaming.ir", llama, dtype="bfloat16", device="cuda")
+    assert {choice.implementation for choice in plan.choices} == {"triton"}
+    assert plan.buckets.decode
 
 
 def test_layers_without_a_cache_are_planned_and_not_served(tmp_path: Path) -> None:
