@@ -129,6 +129,7 @@ class Bench:
         self.figures = figures
         self.minutes: float = options.minutes
         self.threads: int = options.threads
+        self.backwards: bool = options.backwards
 
     @property
     def smollm2(self) -> Contest:
@@ -144,7 +145,8 @@ class Bench:
         return Contest("gemma3", model_path("gemma3"), GEMMA_ITEMS, threads=self.threads)
 
     def ask(self, contest: Contest, plan: Path) -> None:
-        left = contest.answers(plan).ask(contest.questions(), self.minutes, say)
+        questions = contest.questions()[:: -1 if self.backwards else 1]
+        left = contest.answers(plan).ask(questions, self.minutes, say)
         if left:
             say(f"{left} questions are left: run this part again")
 
@@ -277,6 +279,9 @@ def main() -> None:
         "--minutes", type=float, default=float("inf"), help="of asking, in one part (no limit)"
     )
     parser.add_argument("--threads", type=int, default=2, help="OpenMP threads of servers and masks (2)")
+    parser.add_argument(
+        "--backwards", action="store_true", help="ask from the end, beside a process that does not"
+    )
     options = parser.parse_args()
     figures = Figures()
     available = Bench(figures, options).parts()

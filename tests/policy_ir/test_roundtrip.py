@@ -56,6 +56,7 @@ def test_no_example_is_lost() -> None:
         "streaming.ir",
         "layer_ramp.ir",
         "retrieval_heads.ir",
+        "headwise_gemma3.ir",
         "headwise_smollm2.ir",
         "headwise_smollm2_quarter.ir",
     }

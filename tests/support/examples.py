@@ -13,6 +13,7 @@ EXAMPLES = sorted((ROOT / "examples").rglob("*.ir"))
 # those that are pinned to a shape, or were calibrated for one model; all others lower for Llama 3.1 8B
 MODELS = {
     "headkv": "smollm2-135m",
+    "headwise_gemma3": "gemma-3-270m",
     "headwise_smollm2": "smollm2-135m",
     "headwise_smollm2_quarter": "smollm2-135m",
     "layer_ramp": "smollm2-135m",
