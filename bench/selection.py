@@ -6,7 +6,8 @@
 `rows` asks the golden test how many kept rows are those of kvpress.  `cost` is the time to the first token of
 a prompt of 4,096 tokens, alone, over that of the identity policy, less one: scoring and copying.  `decode` is
 the decode speed of eight requests at 4,096 tokens after SnapKV at 10 %, over the identity policy.  Servers
-take turns, so that a machine that slows down slows all of them; medians are compared.
+take turns, so that a machine that slows down slows all of them; medians are compared.  Prompts are read in
+float32, where a CPU is fastest and scoring weighs most; decode is in bfloat16, where weights are smallest.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def rows() -> None:
 
 def cost(rounds: int, threads: int) -> None:
     ids = token_stream(model_path("smollm2"))
-    with servers(POLICIES, threads, pool_tokens=2 * CONTEXT_TOKENS + 1024) as running:
+    with servers(POLICIES, threads, 2 * CONTEXT_TOKENS + 1024, "float32") as running:
         seconds: dict[str, list[float]] = {name: [] for name in running}
         for number in range(rounds + 1):
             prompt = _cut(ids, 3_000 * number)
@@ -72,7 +73,7 @@ def decode(rounds: int, threads: int) -> None:
     ids = token_stream(model_path("smollm2"))
     prompts = [_cut(ids, 5_000 * i) for i in range(BATCH)]
     named = {name: POLICIES[name] for name in ("identity", "snapkv")}
-    with servers(named, threads, pool_tokens=(BATCH + 1) * (CONTEXT_TOKENS + 128)) as running:
+    with servers(named, threads, (BATCH + 1) * (CONTEXT_TOKENS + 128), "bfloat16") as running:
         for server in running.values():
             server.generate_all(prompts, 2)
         steps: dict[str, list[float]] = {name: [] for name in running}
@@ -88,7 +89,9 @@ def decode(rounds: int, threads: int) -> None:
 
 
 @contextmanager
-def servers(policies: dict[str, str], threads: int, pool_tokens: int) -> Iterator[dict[str, Server]]:
+def servers(
+    policies: dict[str, str], threads: int, pool_tokens: int, dtype: str
+) -> Iterator[dict[str, Server]]:
     """One server per policy, all running."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -101,7 +104,7 @@ def servers(policies: dict[str, str], threads: int, pool_tokens: int) -> Iterato
             launch = Launch(
                 model=model_path("smollm2"),
                 kv_ir=path,
-                dtype="bfloat16",
+                dtype=dtype,
                 max_total_tokens=pool_tokens,
                 threads=threads,
             )

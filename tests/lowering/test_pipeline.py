@@ -143,7 +143,7 @@ def test_any_policy_lowers_soundly_or_is_refused_with_diagnostics(policy: Policy
 def test_every_example_lowers_for_some_model(path: Path) -> None:
     policy = load(path)
     plans, refusals = [], set[str]()
-    for name in ("smollm2-135m", "llama-3.1-8b"):
+    for name in ("smollm2-135m", "llama-3.1-8b", "gemma-3-270m"):
         try:
             plans.append(plan_for_server(path, CONFIGS / name, dtype="bfloat16"))
         except PolicyError as error:
