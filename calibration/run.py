@@ -94,8 +94,7 @@ def calibrate(
     memo = Memo(unfinished, given)
     memo.get("replay", lambda: replay(harness, data.samples[0].ids))
     layers = harness.configurable
-    counted = request.budget_context_tokens or context
-    costs = [[code.rows(counted) * layer.head_dim for code in codes] for layer in layers]
+    costs = [[code.rows(inputs.counted_tokens) * layer.head_dim for code in codes] for layer in layers]
     steps = len(layers) * len(data.samples)
 
     def score(name: str, decide: Callable[[int, Sequence[Sequence[float]]], tuple[int, ...]]) -> Matrix:

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -201,15 +202,31 @@ def serve(
 ) -> Iterator[Server]:
     """Run a server for the length of a `with` block.
 
-    Raises ServerError if it does not become ready.  At the end its whole process group is gone.
+    Raises ServerError if it does not become ready.  At the end its whole process group is gone, and so it is
+    if this process gets a SIGTERM.
     """
-    process, server = start(launch, log=log)
+    with _sigterm_unwinds():
+        process, server = start(launch, log=log)
+        try:
+            wait_ready(server, ready_timeout_s)
+            yield server
+        finally:
+            server.client.close()
+            stop(process)
+
+
+@contextlib.contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """SIGTERM becomes SystemExit, where nobody else has decided what it does; only the main thread can."""
+    free = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if not free or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        wait_ready(server, ready_timeout_s)
-        yield server
+        yield
     finally:
-        server.client.close()
-        stop(process)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def start(launch: Launch, *, log: Path | None = None) -> tuple[subprocess.Popen[bytes], Server]:

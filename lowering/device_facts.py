@@ -53,6 +53,18 @@ _ALL = (
 )
 DEVICES: dict[str, DeviceFacts] = {device.name: device for device in _ALL}
 
+
+def card_named(name: str) -> str:
+    """The device that a vendor's name tells of: `NVIDIA H100 80GB HBM3` -> h100; `cuda` for an unknown card.
+
+    All words of the device's own name stand in the vendor's; of several such devices the longest name is
+    meant.
+    """
+    words = set(name.lower().replace("-", " ").split())
+    known = (device for device in DEVICES if words.issuperset(device.split("-")))
+    return max(known, key=len, default="cuda")
+
+
 UNKNOWN_MULTIPROCESSORS = 108  # of a card that the plan does not know: an A100's
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from kvir.lowering.device_facts import card_named
 from kvir.lowering.stages import Dtype, ExecutionPlan
 from kvir.sglang_ext.errors import KvirError
 from kvir.sglang_ext.server_args import store_plan
@@ -49,21 +50,6 @@ def _card(device: str) -> str:
     import torch
 
     return card_named(torch.cuda.get_device_name())
-
-
-def card_named(name: str) -> str:
-    """`NVIDIA H100 80GB HBM3` -> h100; `cuda`, with an A100's figures, for a card that the planner does not
-    know.
-    """
-    words = name.lower().replace("-", " ").split()
-    known = next((card for card in ("a100", "h100", "h200", "b200") if card in words), "cuda")
-    match known:
-        case "a100" if "40gb" in words:
-            return "a100-40gb"
-        case "h100" if "pcie" in words:
-            return "h100-pcie"
-        case _:
-            return known
 
 
 def _folder(model_path: str) -> Path:

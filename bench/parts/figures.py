@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -56,8 +55,6 @@ def run_parts(
         return
     if unknown := [part for part in options.parts if part not in available]:
         parser.error(f"no such part: {', '.join(unknown)}; --list names them")
-    # so that servers are stopped when this process is
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     for part in options.parts or available:
         say(part)
         try:

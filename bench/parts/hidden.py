@@ -9,16 +9,14 @@ import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
+from bench.parts.answers import TEXT
 from evaluation.needles import NEEDLE
 from kvir.calibration.harness import Harness
 from kvir.calibration.samples import token_ids
 
-ROOT = Path(__file__).resolve().parents[2]
-TEXT = ROOT / "data/wikipedia_valid.txt"
 SEEN_PARAGRAPHS = 63  # the first are those of data/wikitext2_head.txt, which plans are calibrated on
 PROMPT_TOKENS, AFTER_TOKENS = 1024, 128
 ASK = (

@@ -17,6 +17,7 @@ from kvir.lowering.model_facts import load_model
 from kvir.lowering.pipeline import lower
 from kvir.lowering.stages import DTYPE_BYTES
 from kvir.policy_ir import load
+from support.fresh import run_python
 from support.tiny import TEXT
 
 Folder = Callable[[str], Path]
@@ -36,6 +37,12 @@ def words(model: Path, text: Path, output: Path, *more: str) -> list[str]:
     ]
 
 
+def calibrated(model: Path, text: Path, output: Path, *more: str) -> result.Calibration:
+    """The grid beside the plan that the command wrote."""
+    assert main(words(model, text, output, *more)) == 0
+    return result.read(output.with_suffix(".json").read_bytes())
+
+
 def test_the_same_input_gives_the_same_files(model_folder: Folder, text: Path, tmp_path: Path) -> None:
     made = []
     for _ in range(2):
@@ -48,8 +55,7 @@ def test_the_same_input_gives_the_same_files(model_folder: Folder, text: Path, t
 
 def test_the_plan_says_what_the_grid_says(model_folder: Folder, text: Path, tmp_path: Path) -> None:
     output = tmp_path / "plan.ir"
-    assert main(words(model_folder("gemma3"), text, output, "--sinks", "2")) == 0
-    found = result.read((tmp_path / "plan.json").read_bytes())
+    found = calibrated(model_folder("gemma3"), text, output, "--sinks", "2")
     model = load_model(model_folder("gemma3"))
     plan = lower(load(output), model, dtype="float32")
     assert found.layers == (1, 2), "the sliding layer is not configurable"
@@ -81,8 +87,7 @@ def test_a_plan_of_another_model_is_refused(
 def test_sinks_as_a_dimension_become_rules(model_folder: Folder, text: Path, tmp_path: Path) -> None:
     output = tmp_path / "plan.ir"
     more = ("--sinks", "0,1,4", "--objective", "residual", "--budget", ".4", "--retrieval-weight", "2")
-    assert main(words(model_folder("llama"), text, output, *more)) == 0
-    found = result.read((tmp_path / "plan.json").read_bytes())
+    found = calibrated(model_folder("llama"), text, output, *more)
     assert found.best.name == "residual"
     assert found.best.kept_share <= 0.4
     assert {"tau 0.8", "tau 0.95", "residual"} == {point.name for point in found.points}
@@ -98,8 +103,7 @@ def test_a_budget_holds_at_the_context_where_it_is_counted(
 ) -> None:
     output = tmp_path / "plan.ir"
     more = ("--objective", "residual", "--budget", ".6", "--budget-context", "48")
-    assert main(words(model_folder("llama"), text, output, *more)) == 0
-    found = result.read((tmp_path / "plan.json").read_bytes())
+    found = calibrated(model_folder("llama"), text, output, *more)
     kept = [found.codes[k].rows(48) for row in found.best.choices for k in row]
     assert found.best.kept_share == sum(kept) / (48 * len(kept)) <= 0.6
     assert "of the rows of a 48-token context" in output.read_text(encoding="utf-8")
@@ -141,8 +145,7 @@ def test_help_needs_no_heavy_library() -> None:
         "import sys\nfrom kvir.cli_parser import parser\nparser().format_help()\n"
         "print(sorted({'torch', 'numpy', 'transformers', 'matplotlib'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert run_python(code) == "[]"
 
 
 def test_a_plan_for_decode_alone_reads_prompts_whole(
@@ -150,8 +153,7 @@ def test_a_plan_for_decode_alone_reads_prompts_whole(
 ) -> None:
     output = tmp_path / "plan.ir"
     more = ("--objective", "residual", "--budget", ".4", "--phase", "decode")
-    assert main(words(model_folder("gemma3"), text, output, *more)) == 0
-    found = result.read((tmp_path / "plan.json").read_bytes())
+    found = calibrated(model_folder("gemma3"), text, output, *more)
     budgeted = lower(load(output), load_model(model_folder("gemma3")), dtype="float32").layout.budgeted
     assert [[kept.recent_tokens for kept in row] for row in budgeted.prefill] == [
         [24, 24],

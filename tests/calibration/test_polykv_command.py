@@ -23,6 +23,7 @@ from kvir.lowering import footprint
 from kvir.lowering.model_facts import load_model
 from kvir.lowering.pipeline import lower
 from kvir.policy_ir import load
+from support.fresh import run_python
 from support.tiny import TEXT
 
 Folder = Callable[[str], Path]
@@ -170,7 +171,7 @@ def test_the_methods_of_the_help_are_those_there_are() -> None:
 
 def parser_help() -> str:
     code = "from kvir.cli_parser import parser; parser().parse_args(['calibrate', 'polykv', '--help'])"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return run_python(code)
 
 
 def test_control_c_and_the_same_command_again(model_folder: Folder, text: Path, tmp_path: Path) -> None:

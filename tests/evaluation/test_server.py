@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import pytest
 from evaluation import server
 from evaluation.server import Launch, ServerError, parse_metrics, serve, stop
 
+ROOT = Path(__file__).resolve().parents[2]
 # A leader that ignores SIGTERM, with a child in the same group.
 STUBBORN = """
 import signal, subprocess, sys, time
@@ -67,6 +69,21 @@ def test_stop_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs(child)
     stop(process)
     assert process.poll() is not None
+    assert not runs(child)
+    process.stdout.close()
+
+
+def test_a_server_ends_with_the_process_that_serves_it(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    assert runs(child)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
     assert not runs(child)
     process.stdout.close()
 
@@ -126,3 +143,10 @@ def test_threads_and_offline_reach_the_server(tmp_path: Path) -> None:
         pytest.fail("the server never became ready")
     assert (tmp_path / "log").read_text().split() == ["3", "1", "y"]
     assert "X" not in os.environ
+
+
+if __name__ == "__main__":  # serves until it is stopped, and says which process that is
+    folder = Path(sys.argv[1])
+    with serve(Program(model=folder, source=SERVER), log=folder / "log") as serving:
+        print(serving.process.pid, flush=True)
+        time.sleep(600)

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
 
-from kvir.lowering.device_facts import DEVICES
+from kvir.lowering.device_facts import DEVICES, card_named
 from kvir.lowering.pipeline import lower
 from kvir.lowering.stages import ExecutionPlan
 from kvir.policy_ir import parse
 from kvir.sglang_ext.graphs import declare_graphs, graphs_of
-from kvir.sglang_ext.planning import card_named
 from support.models import config_model
 
 POLICY = parse("kvir: 1\nname: p\nrules: [{keep: [{sink: 4}, {recent: 1024}]}]\n")

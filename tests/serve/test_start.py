@@ -140,30 +140,24 @@ def test_engine(tiny_model: Path, tmp_path: Path, no_weights: Path) -> None:
     assert result["kvir"]["finished"][-1]["head_pages_held"] > 0
 
 
+def said_by(start: Path, model: Path, **variables: str) -> str:
+    """Of a server program that must end before it is ready, all output."""
+    words = [str(start), "--model-path", str(model), "--device", "cpu", "--port", str(free_port())]
+    words += ["--kv-ir", str(policy("tight")), "--max-total-tokens", "1024"]
+    done = program(words, **variables)
+    said = done.stderr + done.stdout
+    assert done.returncode != 0
+    assert "The server is fired up" not in said
+    return said
+
+
 def test_a_hook_that_did_not_bind_stops_the_server(tiny_model: Path) -> None:
     """The plugin loads, one hook is lost, and nobody else would notice: windows would simply never slide."""
     target = "managers.schedule_batch.ScheduleBatch.maybe_evict_swa"
-    words = [str(UNBOUND), "--model-path", str(tiny_model), "--device", "cpu", "--port", str(free_port())]
-    words += ["--kv-ir", str(policy("tight")), "--max-total-tokens", "1024"]
-    done = program(words, LOST_HOOK=target)
-    assert done.returncode != 0
-    assert f"kvir: refusing to serve: hook on {target} is not bound" in done.stderr + done.stdout
-    assert "The server is fired up" not in done.stderr + done.stdout
+    said = said_by(UNBOUND, tiny_model, LOST_HOOK=target)
+    assert f"kvir: refusing to serve: hook on {target} is not bound" in said
 
 
 def test_a_wrong_kernel_stops_the_server(tiny_model: Path) -> None:
-    words = [
-        str(WRONG_KERNEL),
-        "--model-path",
-        str(tiny_model),
-        "--device",
-        "cpu",
-        "--port",
-        str(free_port()),
-    ]
-    words += ["--kv-ir", str(policy("tight")), "--max-total-tokens", "1024"]
-    done = program(words)
-    assert done.returncode != 0
-    said = done.stderr + done.stdout
+    said = said_by(WRONG_KERNEL, tiny_model)
     assert "kvir: refusing to serve: kernels 'cpu' on cpu: append wrote other rows; decode differs by" in said
-    assert "The server is fired up" not in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +12,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run_python(code: str) -> str:
     """What `code` prints; it sees the repository, as the tests do."""
-    path = f"{ROOT / 'tests'}:{ROOT / 'src'}:{ROOT}"
+    paths = f"{ROOT / 'tests'}:{ROOT / 'src'}:{ROOT}"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         cwd=ROOT,
         check=True,
-        env={"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": paths},
     )
     return done.stdout.strip()
