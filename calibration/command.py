@@ -40,8 +40,8 @@ def calibrate_seqcalib(args: argparse.Namespace) -> None:
         raise CalibrationError(
             "--context takes one number of at least 16, --samples and --query-stride at least 1"
         )
-    if args.objective == "residual" and args.budget is None:
-        raise CalibrationError("--objective residual shares out a budget: give --budget, e.g. 0.45")
+    if args.objective != "cosine" and args.budget is None:
+        raise CalibrationError(f"--objective {args.objective} shares out a budget: give --budget, e.g. 0.45")
     if args.budget_context is not None and (args.budget is None or args.budget_context < 16):
         raise CalibrationError("--budget-context takes at least 16 tokens, and goes with --budget")
     job = open_job(args)
@@ -58,6 +58,8 @@ def calibrate_seqcalib(args: argparse.Namespace) -> None:
         budget=args.budget,
         budget_context_tokens=args.budget_context,
         objective=args.objective,
+        gate_window_tokens=args.gate_window if args.objective == "gates" else None,
+        gate_steps=args.gate_steps if args.objective == "gates" else None,
         phase=args.phase,
         held_out_samples=args.held_out_samples,
         seed=args.seed,

@@ -53,7 +53,7 @@ class Harness:
         self.implementation = name
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=name)
-        self.model.eval().to(device)
+        self.model.eval().requires_grad_(False).to(device)  # gradients, where any, are of the caller's gates
         self.device = device
         self.weights = _weights_digest(folder)
         self._local = threading.local()
@@ -64,7 +64,6 @@ class Harness:
         """Layers that see the whole history: the ones a calibration may cut, in execution order."""
         return tuple(layer for layer in self.facts.layers if layer.native_window_tokens is None)
 
-    @torch.no_grad()
     def hidden(self, ids: Sequence[int], attention: Attention) -> Tensor:
         """The last hidden state [T, hidden] of one sequence."""
         with self._calls_go_to(attention):
@@ -85,8 +84,7 @@ class Harness:
             total += float(cross_entropy(logits, target[begin + 1 : end + 1], reduction="sum"))
         return total / (len(ids) - 1 - start)
 
-    @torch.no_grad()
-    def logits(self, hidden: Tensor, rows: range) -> Tensor:
+    def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         """float32 [rows, vocabulary]: the model's own forward turns hidden states [T, hidden] into logits, so
         that caps and scales on them apply."""
         from transformers.modeling_outputs import MoeModelOutputWithPast

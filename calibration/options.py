@@ -92,10 +92,21 @@ def add_calibrate(commands: Any) -> None:
     )
     choice.add_argument(
         "--objective",
-        choices=("cosine", "residual"),
+        choices=("cosine", "residual", "gates"),
         default="cosine",
         help="cosine: the best threshold within the budget (the paper); residual: share the budget out over "
-        "heads by error over the norm of the residual stream",
+        "heads by error over the norm of the residual stream; gates: fit for all heads together which ones "
+        "need the full history, windows by residual",
+    )
+    choice.add_argument(
+        "--gate-window",
+        type=count,
+        metavar="N",
+        default=256,
+        help="for --objective gates: the candidate that a head without the full history has meanwhile",
+    )
+    choice.add_argument(
+        "--gate-steps", type=count, metavar="N", default=32, help="steps of the fit, a sample each"
     )
 
     choice.add_argument(
@@ -157,6 +168,8 @@ _REPORTED = (
         "budget",
         "budget_context",
         "objective",
+        "gate_window",
+        "gate_steps",
         "phase",
         "held_out",
         "held_out_samples",
@@ -167,6 +180,7 @@ _REPORTED = (
 _DEFAULTS: dict[str, object] = {
     **{"retrieval": 0, "retrieval_weight": 1.0, "query_stride": 8, "query_share": 0.25, "seed": 0},
     **{"held_out_samples": 2, "dtype": "float32", "objective": "cosine", "phase": "both"},
+    **{"gate_window": 256, "gate_steps": 32},
 }
 
 

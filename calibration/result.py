@@ -14,7 +14,7 @@ from kvir.lowering.plan_file import write_atomically
 
 FORMAT = 1
 Phase = Literal["both", "decode"]
-Objective = Literal["cosine", "residual"]
+Objective = Literal["cosine", "residual", "gates"]
 
 
 class Inputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -31,6 +31,8 @@ class Inputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     query_positions: int  # of a text sample
     taus: tuple[float, ...]
     objective: Objective
+    gate_window_tokens: int | None = None  # of heads with a closed gate, while gates are fitted
+    gate_steps: int | None = None
     phase: Phase
     budget: float | None
     budget_context_tokens: int | None = None  # where rows are counted, if not at context_tokens
@@ -66,7 +68,8 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     inputs: Inputs
     candidates: tuple[tuple[int, int | None], ...]  # (sink tokens, recent tokens), full last
     layers: tuple[int, ...]
-    errors: Scores | None  # residual objective [layer][K][KV head]
+    errors: Scores | None  # over the residual norm [layer][K][KV head]
+    gates: tuple[tuple[float, ...], ...] | None = None  # logits [layer][KV head]
     loss_full: float | None
     points: tuple[Point, ...]
     chosen: int

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvir import __version__
 from kvir.calibration.attend import attend_phases
 from kvir.calibration.candidates import FULL, Codebook, codebook
+from kvir.calibration.gates import Fit, fit_gates, share_out
 from kvir.calibration.harness import CalibrationError, Harness, keep_everything
 from kvir.calibration.interface import AttentionCall
 from kvir.calibration.memo import Memo
@@ -47,6 +48,8 @@ class Request:
     budget: float | None
     budget_context_tokens: int | None
     objective: Objective
+    gate_window_tokens: int | None  # None, like the next, for another objective
+    gate_steps: int | None
     phase: Phase
     held_out_samples: int
     seed: int
@@ -104,17 +107,26 @@ def calibrate(
     for tau in request.taus:
         named.append((f"tau {tau:g}", tau, score(f"SeqCalib, tau {tau:g}", at_least(tau))))
     errors: Scores | None = None
-    if request.objective == "residual":
+    gates: list[list[float]] | None = None
+    if request.objective != "cosine":
         assert request.budget is not None
         weight = request.retrieval_weight if request.retrieval_samples else 0.0
         errors = error_curves(
             harness, data.samples, codes, memo, bar.phase("error curves", steps), retrieval_weight=weight
         )
         full = sum(row[-1] * layer.kv_heads for row, layer in zip(costs, layers, strict=True))
-        taken = allocate(errors, costs, int(request.budget * full))
-        if taken is None:
-            raise CalibrationError(f"no candidates fit a budget of {request.budget:g}: give smaller ones")
-        named.append(("residual", None, score("scores of the allocation", lambda i, _: taken[i])))
+        limit = int(request.budget * full)
+        shares = {"residual": allocate(errors, costs, limit)}
+        if request.objective == "gates":
+            fit = _fit(request, codes, limit / full, weight)
+            gates = fit_gates(harness, data.samples, fit, memo, bar.phase("gates", fit.steps))
+            shares["gates"] = share_out(gates, errors, costs, codes.index(fit.cut), limit)
+        for name, taken in shares.items():
+            if taken is None:
+                raise CalibrationError(f"no candidates fit a budget of {request.budget:g}: give smaller ones")
+            deciding: Choices = taken
+            found = score(f"scores of {name}", lambda i, _, deciding=deciding: deciding[i])
+            named.append((name, None, found))
 
     chosen = _chosen(
         [(found.minimum_head_score, kept_share(found.choices, costs)) for _, _, found in named], request
@@ -142,6 +154,7 @@ def calibrate(
         candidates=tuple((code.sink_tokens, code.recent_tokens) for code in codes),
         layers=tuple(layer.layer_id for layer in layers),
         errors=errors,
+        gates=None if gates is None else tuple(map(tuple, gates)),
         loss_full=losses[0],
         points=points,
         chosen=chosen,
@@ -150,7 +163,7 @@ def calibrate(
 
 def _chosen(points: Sequence[tuple[float, float]], request: Request) -> int:
     """Which of (minimum-head score, kept share): the allocation, or the budget selector's."""
-    if request.objective == "residual":
+    if request.objective != "cosine":
         return len(points) - 1
     chosen = select(points, 1.0 if request.budget is None else request.budget)
     if chosen is None:
@@ -160,6 +173,24 @@ def _chosen(points: Sequence[tuple[float, float]], request: Request) -> int:
             "lower --tau, smaller --candidates, a larger --budget, or --objective residual"
         )
     return chosen
+
+
+def _fit(request: Request, codes: Codebook, budget: float, retrieval_weight: float) -> Fit:
+    """The mean of the gates is the share of heads that have the full history when the others have the cut."""
+    assert request.gate_window_tokens is not None
+    assert request.gate_steps is not None
+    found = [code for code in codes if code.recent_tokens == request.gate_window_tokens]
+    if not found:
+        raise CalibrationError(f"--gate-window {request.gate_window_tokens} is not one of --candidates")
+    counted = request.budget_context_tokens or request.context_tokens
+    kept = found[-1].rows(counted) / counted
+    if kept >= budget or request.gate_steps < 1:
+        raise CalibrationError(
+            f"--gate-window {request.gate_window_tokens} alone keeps {kept:.1%} of the rows: give one that "
+            "keeps less than --budget, and --gate-steps of at least 1"
+        )
+    mean = (budget - kept) / (1 - kept)
+    return Fit(found[-1], mean, request.gate_steps, retrieval_weight)
 
 
 def _total(errors: Scores, choices: Choices) -> float:
@@ -228,6 +259,8 @@ def _inputs(harness: Harness, request: Request, text: Text, held_out: Text | Non
         query_positions=positions,
         taus=request.taus,
         objective=request.objective,
+        gate_window_tokens=request.gate_window_tokens,
+        gate_steps=request.gate_steps,
         phase=request.phase,
         budget=request.budget,
         budget_context_tokens=request.budget_context_tokens,

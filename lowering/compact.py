@@ -16,13 +16,13 @@ P is `page_tokens`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import assert_never
 
 from kvir.lowering.quota import Run, first_run, kept_rows, kept_rows_of_all
 from kvir.lowering.spans import Bounds, ceil_div
 from kvir.lowering.stages import LayoutPlan, Quota, Selection
-from kvir.policy_ir.rules import PrefillChunk, PrefillEnd
+from kvir.policy_ir.rules import PrefillChunk, PrefillEnd, Trigger
 
 NO_ROWS = Bounds(0, 0)
 
@@ -68,6 +68,23 @@ def runs_in_prefill(selection: Selection, prompt: int) -> bool:
         for t in selection.triggers
     )
     return fires and kept_rows(first_run(selection, prompt, prompt)).least < prompt
+
+
+def block_tokens(triggers: Iterable[Trigger]) -> int | None:
+    """Tokens of a prompt between two selections; None: it selects once, at the end."""
+    blocks = [t.tokens for t in triggers if isinstance(t, PrefillChunk) and t.tokens is not None]
+    return min(blocks, default=None)
+
+
+def first_drop(selection: Selection, prompt: int, block: int | None) -> int | None:
+    """The least n so that rows are dropped after the first n tokens of a prompt, with more of it to come.
+
+    Selections run after every `block` tokens; None: at the end alone.
+    """
+    if block is None or not runs_in_prefill(selection, prompt):
+        return None
+    ends = range(block, prompt, block)
+    return next((n for n in ends if kept_rows(first_run(selection, n, prompt)).most < n), None)
 
 
 def group_count(layout: LayoutPlan, quota: Quota, units: Sequence[int]) -> int:

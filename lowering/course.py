@@ -12,7 +12,9 @@ from typing import assert_never
 
 from kvir.lowering.compact import (
     NO_ROWS,
+    block_tokens,
     compact_pages,
+    first_drop,
     group_count,
     rewritten_pages,
     runs_in_prefill,
@@ -145,14 +147,23 @@ class Course:
         run = self._prompt_run
         if run is None:
             return dense
-        blocks = [t.tokens for t in run.selection.triggers if isinstance(t, PrefillChunk)]
-        if not blocks:
+        chunked = any(isinstance(t, PrefillChunk) for t in run.selection.triggers)
+        block = block_tokens(run.selection.triggers)
+        first = first_drop(run.selection, self.prompt, block or chunk_tokens)
+        if not chunked or first is None:
             return dense + self._prompt_pages.most
-        # a chunk of the server lies in dense pages, and before it what no whole block has ended yet
-        waiting = min((tokens - 1 for tokens in blocks if tokens is not None), default=0)
-        chunk = min(chunk_tokens + waiting, self.prompt)
-        pages = most_pages(chunk, self._size) if chunk % self._size else chunk // self._size
+        if block is None:  # the server's chunks: one lies in dense pages
+            pages = self._pages_of(min(chunk_tokens, self.prompt), chunk_tokens)
+        else:
+            # dense are tokens that no whole block has ended, before a chunk of the server and at its end;
+            # before the first selection that drops rows, all (what it decides on goes to the copy at once)
+            before = max(ceil_div(first - 1, self._size), self._pages_of(block - 1, block))
+            pages = before + self._pages_of(min(block - 1, chunk_tokens), block)
         return min(dense, self._count * pages) + rewritten_pages(self.layout, self.units.units, run, run)
+
+    def _pages_of(self, tokens: int, every: int) -> int:
+        """The most pages of so many tokens that begin at a multiple of `every`."""
+        return most_pages(tokens, self._size) if every % self._size else ceil_div(tokens, self._size)
 
     # ---- decode --------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from kvir.sglang_ext.compact import Compact
 from kvir.sglang_ext.evidence import Evidence
 from kvir.sglang_ext.folding import Chosen, Selections
 from kvir.sglang_ext.geometry import IntArray
+from kvir.sglang_ext.growth import Growth
 from kvir.sglang_ext.requests import BRANCH_PAGE, Landmarks, RequestState
 
 if TYPE_CHECKING:
@@ -117,7 +118,9 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         state.retractions = req.retraction_count
         state.cached_tokens = prefix_tokens
         state.selects = self.selections.runs(prompt_tokens)
-        state.published_tokens = self.selections.publishes(prompt_tokens)
+        # a prompt that drops rows later may have published more
+        state.published_tokens = max(prefix_tokens, self.selections.publishes(prompt_tokens))
+        state.first_drop_tokens = self.selections.first_drop(prompt_tokens)
         return state
 
     # ---- allocation ----------------------------------------------------------------------------------------
@@ -138,11 +141,13 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         folds = [self.selections.in_prefill(state, end) for state, _, end in self.extending]
         # windows before branch points are worth having, not worth evicting running work for
         hold_branch = any(state.landmarks.branch_page is not None for state, _, _ in self.extending)
+        growths = self._growths(folds, hold_branch=hold_branch)
         if hold_branch:
-            needed = self._needed(folds, hold_branch=True)
+            needed = self._needed(growths, folds)
             hold_branch = res.make_room_for_extend(needed, None, interior_only=True)
         if not hold_branch:
-            needed = self._needed(folds, hold_branch=False)
+            growths = self._growths(folds, hold_branch=False)
+            needed = self._needed(growths, folds)
             if not res.make_room_for_extend(needed, self.tree):
                 logger.error("kvir: no room for a prefill chunk: %s", self.evidence.pool_line())
                 return None
@@ -158,23 +163,28 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         if out is None:
             return None
         done = 0
-        for state, start, end in self.extending:
+        for (state, start, end), growth in zip(self.extending, growths, strict=True):
             first_new = -(-start // self.page_size) * self.page_size
             ids = out[done + first_new - start : done + end - start : self.page_size]
-            res.grow(state, (ids // self.page_size).tolist(), end, hold_branch=hold_branch)
+            res.grow(state, (ids // self.page_size).tolist(), end, growth)
             done += end - start
         states = [state for state, _, _ in self.extending]
         self.compacting = [res.compacts.reserve(*each) for each in zip(states, folds, strict=True)]
         self._end_step()
         return out
 
-    def _needed(self, folds: Sequence[Chosen | None], *, hold_branch: bool) -> IntArray:
-        res = self.residency
-        total = np.zeros(res.geometry.layer_count + 1, np.int64)
-        for (state, _, end), fold in zip(self.extending, folds, strict=True):
-            total += res.needed_per_layer(state, end, hold_branch=hold_branch)
+    def _growths(self, folds: Sequence[Chosen | None], *, hold_branch: bool) -> list[Growth]:
+        return [
+            self.residency.growth(state, end, fold, hold_branch=hold_branch)
+            for (state, _, end), fold in zip(self.extending, folds, strict=True)
+        ]
+
+    def _needed(self, growths: Sequence[Growth], folds: Sequence[Chosen | None]) -> IntArray:
+        total = np.zeros(self.residency.geometry.layer_count + 1, np.int64)
+        for (state, _, _), growth, fold in zip(self.extending, growths, folds, strict=True):
+            total += growth.needed_per_layer()
             if fold is not None:
-                total += res.compacts.needed_per_layer(state, fold)
+                total += self.residency.compacts.needed_per_layer(state, fold)
         return total
 
     def alloc_decode(
@@ -192,7 +202,8 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         if out is None:
             return None
         for i in opening:
-            res.grow(self.decoding[i], [int(out[i]) // self.page_size], lens[i], hold_branch=False)
+            growth = res.growth(self.decoding[i], lens[i], hold_branch=False)
+            res.grow(self.decoding[i], [int(out[i]) // self.page_size], lens[i], growth)
         self.compacting = [res.compacts.reserve(*each) for each in zip(self.decoding, folds, strict=True)]
         self._end_step()
         return out

@@ -5,18 +5,25 @@ Counts only, on the host, before the forward; which rows they are, the scores de
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvir.lowering.compact import NO_ROWS, compact_pages, runs_in_prefill, tail_stays
+from kvir.lowering.compact import (
+    NO_ROWS,
+    block_tokens,
+    compact_pages,
+    first_drop,
+    runs_in_prefill,
+    tail_stays,
+)
 from kvir.lowering.quota import Run, first_run, kept_rows, rows_that_stay, undecided
 from kvir.lowering.spans import Bounds
 from kvir.lowering.stages import CompactClass, LayoutPlan, Selection
-from kvir.policy_ir.rules import Every, Over, PrefillChunk, PrefillEnd, Trigger
+from kvir.policy_ir.rules import Every, Over, PrefillChunk, PrefillEnd
 from kvir.sglang_ext.geometry import IntArray
 
 if TYPE_CHECKING:
@@ -35,6 +42,7 @@ class Chosen:
     left: IntArray  # [U] last rows that stay where they are, in the partial page
     at: IntArray  # [U] length at which it selects
     stock: IntArray  # [layers + 1] head-pages for units that are not exact; the last is for any layer
+    passes: BoolArray  # [U] rows of this chunk that come before `at` go from it to the copy, by no dense page
 
 
 class Selections:
@@ -55,20 +63,27 @@ class Selections:
         return any(runs_in_prefill(selection, prompt_tokens) for _, selection in self._prefill)
 
     def publishes(self, prompt_tokens: int) -> int:
-        """Tokens of a prompt whose rows are computed before a selection has dropped any: what the prefix tree
-        may hold.
+        """Tokens of a prompt that the prefix tree may hold: the blocks before the first of which a selection
+        drops rows.
+
+        The rows of that block depend on no selection either; but they, dense for the tree, and the copy of
+        what is left of them would be in memory together.
         """
-        published = prompt_tokens
+        return min((n - block for n, block in self._drops_first(prompt_tokens)), default=prompt_tokens)
+
+    def first_drop(self, prompt_tokens: int) -> int:
+        """The least n so that rows are dropped after the first n tokens of a prompt, with more of it to come;
+        `prompt_tokens` if there is none.
+        """
+        return min((n for n, _ in self._drops_first(prompt_tokens)), default=prompt_tokens)
+
+    def _drops_first(self, prompt_tokens: int) -> Iterator[tuple[int, int]]:
+        """(n, tokens of its blocks) of each rule that drops rows before the end of a prompt."""
         for _, selection in self._prefill:
             block = block_tokens(selection.triggers)
-            if block is None or not runs_in_prefill(selection, prompt_tokens):
-                continue
-            first = next(
-                (n for n in range(block, prompt_tokens, block) if _drops(selection, n, prompt_tokens)),
-                prompt_tokens,
-            )
-            published = min(published, first)
-        return published
+            first = first_drop(selection, prompt_tokens, block)
+            if first is not None and block is not None:
+                yield first, block
 
     def in_prefill(self, state: RequestState, end: int) -> Chosen | None:
         """What is selected when a prompt has been read up to `end`; None: nothing."""
@@ -110,7 +125,8 @@ class Selections:
             moved |= rows.most < held
             held = rows.most
         if moved:
-            draft.add(units, np.full(len(units), held), True, self._tail(selection, at), at)
+            tail = self._tail(selection, at)
+            draft.add(units, np.full(len(units), held), True, tail, at, passes=True)
 
     def while_decoding(self, state: RequestState, tokens: int) -> Chosen | None:
         """What is selected when the request has `tokens` tokens, the one of this step included."""
@@ -214,10 +230,13 @@ class _Draft:
         count = layout.unit_count
         self._moves, self._exact = np.zeros(count, bool), np.ones(count, bool)
         self._most, self._left = np.zeros(count, np.int64), np.zeros(count, np.int64)
-        self._at = np.zeros(count, np.int64)
+        self._at, self._passes = np.zeros(count, np.int64), np.zeros(count, bool)
         self._pages = np.zeros(count // layout.kv_heads + 1, np.int64)
 
-    def add(self, units: IntArray, most: IntArray, exact: bool, tail: int, at: int) -> None:
+    def add(
+        self, units: IntArray, most: IntArray, exact: bool, tail: int, at: int, *, passes: bool = False
+    ) -> None:
+        self._passes[units] = passes
         self._moves[units], self._exact[units], self._at[units] = True, exact, at
         self._left[units], self._most[units] = tail, most - tail
 
@@ -228,22 +247,19 @@ class _Draft:
     def chosen(self) -> Chosen | None:
         if not self._moves.any():
             return None
-        return Chosen(self._moves, self._exact, self._most, self._left, self._at, self._pages)
-
-
-def block_tokens(triggers: Iterable[Trigger]) -> int | None:
-    """Tokens of a prompt between two selections; None: it selects once, at the end."""
-    blocks = [t.tokens for t in triggers if isinstance(t, PrefillChunk) and t.tokens is not None]
-    return min(blocks, default=None)
+        return Chosen(
+            moves=self._moves,
+            exact=self._exact,
+            most=self._most,
+            left=self._left,
+            at=self._at,
+            stock=self._pages,
+            passes=self._passes,
+        )
 
 
 def _ends(selection: Selection, prompt: int) -> bool:
     return any(isinstance(t, PrefillEnd) and prompt > t.over for t in selection.triggers)
-
-
-def _drops(selection: Selection, n: int, prompt: int) -> bool:
-    """Whether some row goes when a selection finds every row of the first n tokens of a prompt."""
-    return kept_rows(first_run(selection, n, prompt)).most < n
 
 
 def _held(state: RequestState, units: IntArray, tokens: int) -> IntArray:

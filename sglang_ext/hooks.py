@@ -132,9 +132,9 @@ def cap_match(original: Callable[..., int], self: Req, input_len: int, *args: An
         if at_end is None:
             return 0
         observed = max(observed, at_end)
-        published = selections.publishes(input_len)
-        if published < input_len:
-            longest = min(longest, published - in_blocks)
+        first = selections.first_drop(input_len)
+        if first < input_len:
+            longest = min(longest, first - in_blocks)
     # a negative length would be read as one from the end
     return max(0, min(longest, input_len - observed))
 

@@ -51,7 +51,8 @@ class RequestState:
     tree_pages: int  # the first `tree_pages` of them are owned by the prefix tree
     landmarks: Landmarks
     sinks: IntArray  # [C] the request covers pages [0, sinks[c]) ...
-    first: IntArray  # [C] ... and [first[c], end)
+    first: IntArray  # [C] ... and [first[c], end), but for
+    hole: IntArray  # [C, 2] pages [start, stop) that never were in memory, until `first` is past them
     page_floor: int  # whole pages of the length that `first` was computed for
     decoding: bool = False  # the spans of decode hold (only in plans whose phases differ)
     publishes: bool = True  # its prompt goes into the tree
@@ -60,6 +61,7 @@ class RequestState:
     compact: Compact | None = None  # what a selection left of the prompt
     selects: bool = False  # its prompt is compacted
     published_tokens: int = 0  # of its prompt: their rows depend on no selection, so the tree may hold them
+    first_drop_tokens: int = 0  # of its prompt: before this length no selection drops a row
     memory: dict[int, Any] = field(default_factory=dict[int, Any])  # layer -> what scores need of the prompt
     rid: str = ""
     prompt_tokens: int = 0  # tokens to prefill this time (after a retraction: prompt and outputs so far)
@@ -82,7 +84,15 @@ class RequestState:
     def _kept_pages(self) -> IntArray:
         """[C] pages within the sinks and the window of each class."""
         count = len(self.pages)
-        return np.minimum(self.sinks, count) + np.maximum(count - np.maximum(self.first, self.sinks), 0)
+        low = np.maximum(self.first, self.sinks)
+        holes = np.maximum(self.hole[:, 1] - np.maximum(self.hole[:, 0], low), 0)
+        return np.minimum(self.sinks, count) + np.maximum(count - low, 0) - holes
+
+    def covers(self, c: int, index: IntArray) -> np.ndarray:
+        """Which page indices lie within the sinks or the window of class c, and are in memory."""
+        start, stop = self.hole[c]
+        inside = (index < self.sinks[c]) | (index >= self.first[c])
+        return inside & ((index < start) | (index >= stop))
 
     def covered_head_pages(self, class_size: IntArray) -> int:
         """Head-pages that the request covers now, shared ones included; `class_size` [C] in units."""

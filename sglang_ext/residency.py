@@ -11,7 +11,9 @@ import numpy as np
 
 from kvir.sglang_ext.cells import Cells
 from kvir.sglang_ext.compact import CompactStore
+from kvir.sglang_ext.folding import Chosen
 from kvir.sglang_ext.geometry import Geometry, IntArray
+from kvir.sglang_ext.growth import Growth
 from kvir.sglang_ext.reclaim import Entry, EvictableTree, Reclaimer, missing_per_layer
 from kvir.sglang_ext.requests import Landmarks, RequestState
 
@@ -132,6 +134,7 @@ class Residency(Cells):
             landmarks=landmarks,
             sinks=spans.sink_pages.copy(),
             first=np.minimum(spans.first_page(floor), np.maximum(len(pages), spans.sink_pages)),
+            hole=np.zeros((self.geometry.class_count, 2), np.int64),
             page_floor=floor,
             publishes=publishes,
         )
@@ -166,50 +169,38 @@ class Residency(Cells):
             index = np.arange(sinks if turning else old_first, end)
             if turning:
                 index = index[(index < old_sinks) | (index >= old_first)]
+            index = index[(index < state.hole[c, 0]) | (index >= state.hole[c, 1])]
             state.sinks[c], state.first[c] = sinks, first[c]
             self._uncover(state, index, c)
 
-    def _surviving(self, state: RequestState, c: int, index: IntArray, tokens: int) -> np.ndarray:
-        """Which of the new page indices class c keeps when the request has grown to `tokens` tokens."""
-        first = self.geometry.spans(state.decoding).first_page(tokens // self.geometry.page_tokens)
-        return (index < state.sinks[c]) | (index >= max(int(first[c]), int(state.first[c])))
+    def growth(
+        self, state: RequestState, tokens: int, chosen: Chosen | None = None, *, hold_branch: bool
+    ) -> Growth:
+        """How the request grows to `tokens` tokens, when rows are `chosen` at once."""
+        count = self.geometry.pages_of(tokens) - len(state.pages)
+        return Growth(self.geometry, state, tokens, count, chosen, hold_branch=hold_branch)
 
-    def needed_per_layer(self, state: RequestState, tokens: int, *, hold_branch: bool) -> IntArray:
-        """[layers + 1] head-pages that growing to `tokens` tokens allocates: what survives its own chunk."""
-        geo = self.geometry
-        index = np.arange(len(state.pages), geo.pages_of(tokens))
-        pages = np.zeros(geo.class_count, np.int64)
-        for c in range(geo.class_count):
-            keep = self._surviving(state, c, index, tokens)
-            if hold_branch:
-                keep = keep | state.landmarks.before_branch(index, int(geo.prefill.window_pages[c]))
-            pages[c] = int(keep.sum())
-        return np.append(pages @ geo.layer_units, 0)
-
-    def grow(self, state: RequestState, new_pages: list[int], tokens: int, *, hold_branch: bool) -> None:
-        """The request has grown to `tokens` tokens in `new_pages`; what survives gets head-pages."""
-        geo = self.geometry
-        start = len(state.pages)
-        state.pages.extend(new_pages)
+    def grow(self, state: RequestState, new_pages: list[int], tokens: int, growth: Growth) -> None:
+        """The request has grown to `tokens` tokens in `new_pages`; those that it needs get head-pages."""
+        geo, index = self.geometry, growth.index
         pages = np.array(new_pages, np.int64)
-        index = np.arange(start, start + len(pages))
         if self.alive[pages].any() or self.cover[pages].any():
             raise RuntimeError("kvir: a fresh logical page is resident already")
         self.read(pages)
-        for c in range(geo.class_count):
-            keep = self._surviving(state, c, index, tokens)
-            held = (
-                state.landmarks.before_branch(index, int(geo.prefill.window_pages[c])) & ~keep & hold_branch
-            )
-            chosen = keep | held
-            self.counters["rows_never_written"] += (len(index) - int(chosen.sum())) * int(geo.class_size[c])
-            if chosen.any():
-                self.fill(pages[chosen], c)
+        for c, keep, held in growth.classes():
+            filled = keep | held
+            self.counters["rows_never_written"] += (len(index) - int(filled.sum())) * int(geo.class_size[c])
+            if filled.any():
+                self.fill(pages[filled], c)
                 self.is_sink[pages[index < geo.prefill.sink_pages[c]], c] = True
             if held.any():
                 state.held.append((c, index[held]))
-        first = geo.spans(state.decoding).first_page(tokens // geo.page_tokens)
-        state.first = np.maximum(state.first, np.minimum(first, np.maximum(len(state.pages), state.sinks)))
+            start, stop = growth.passing(c)
+            if start < stop:
+                state.hole[c] = start, stop
+        state.pages.extend(new_pages)
+        after = np.minimum(growth.first, np.maximum(len(state.pages), state.sinks))
+        state.first = np.maximum(state.first, after)
         state.page_floor = max(state.page_floor, tokens // geo.page_tokens)
         if len(pages):
             self.push_rows(pages)
@@ -230,8 +221,8 @@ class Residency(Cells):
             return
         count = len(state.pages)
         for c in range(self.geometry.class_count):
-            self._uncover(state, np.arange(min(int(state.sinks[c]), count)), c, closing=True)
-            self._uncover(state, np.arange(int(state.first[c]), count), c, closing=True)
+            index = np.arange(count)
+            self._uncover(state, index[state.covers(c, index)], c, closing=True)
         for c, index in state.held:
             self._uncover(state, index, c, closing=True)
         state.held = []
@@ -264,7 +255,7 @@ class Residency(Cells):
             self.unread(a)
             self.read(b)
             for c in range(geo.class_count):
-                covered = (index < state.sinks[c]) | (index >= state.first[c])
+                covered = state.covers(c, index)
                 for held_class, held_index in state.held:
                     if held_class == c:
                         covered |= np.isin(index, held_index)

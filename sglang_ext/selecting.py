@@ -140,7 +140,7 @@ class RowSelection:
                     held[head] = extended(old, k[part, head], v[part, head], block.start)
                 memory.remember(q[part])
                 # before the first block that can drop rows, a prefix hit may have left too few queries
-                if block.ends and block.stop >= work.state.published_tokens:
+                if block.ends and block.stop >= work.state.first_drop_tokens:
                     offered = self._offer(work, call, memory, number, held, block.stop)
                     for (_, head), kept in choose(each.rule, [offered], each.governed, prompt).items():
                         held[head] = left(held[head], kept)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from kvir.kernels.ref.score_needs import observed_queries, term_scores
 from kvir.kernels.ref.select_offer import Governed
 from kvir.kernels.ref.select_rule import spans_layers
+from kvir.lowering.compact import block_tokens
 from kvir.lowering.stages import ExecutionPlan
 from kvir.policy_ir.nodes import Phase, Rule
 from kvir.policy_ir.rules import Every, Merge
 from kvir.policy_ir.scores import Score
-from kvir.sglang_ext.folding import block_tokens
 
 
 @dataclass(frozen=True)

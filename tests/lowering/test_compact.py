@@ -196,14 +196,16 @@ def test_snapkv_on_a_prompt_of_650_tokens() -> None:
     assert footprint.peak_pages(layout, 30) == footprint.done_pages(layout, 30).most == 90 * 2
 
 
-def test_peak_of_chunks_is_budget_and_one_chunk() -> None:
+def test_peak_of_blocks_is_the_budget_and_what_came_before_the_first_drop() -> None:
     rule = Rule(
         keep=(TopK(budget=FixedTokens(tokens=256), by=KEY_NORM),), trigger=(PrefillChunk(tokens=128),)
     )
     layout = lower(Policy(kvir=1, name="p", rules=(rule,)), made(2, 2), dtype="bfloat16").layout
-    # the server's chunk, and up to 127 tokens before it that no block has ended
-    assert footprint.peak_pages(layout, 100_000, chunk_tokens=128) == 4 * (256 // 16 + 17)
-    assert footprint.peak_pages(layout, 100_000) == 4 * (256 // 16 + (8192 + 127) // 16 + 2)
+    # rows go at 384 tokens: at most 383 came in earlier chunks, and 127 of this one no block has ended
+    for chunk_tokens in (128, 8192):
+        peak = footprint.peak_pages(layout, 100_000, chunk_tokens=chunk_tokens)
+        assert peak == 4 * (256 // 16 + 384 // 16 + 128 // 16)
+    assert footprint.peak_pages(layout, 100_000, chunk_tokens=32) == 4 * (256 // 16 + 384 // 16 + 32 // 16)
     assert footprint.done_pages(layout, 100_000) == (4 * 16, 4 * 16)
     # the server's own chunks
     served = replace(rule, trigger=(PrefillChunk(),))
