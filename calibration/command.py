@@ -60,6 +60,7 @@ def calibrate_seqcalib(args: argparse.Namespace) -> None:
         objective=args.objective,
         gate_window_tokens=args.gate_window if args.objective == "gates" else None,
         gate_steps=args.gate_steps if args.objective == "gates" else None,
+        window_weight=args.window_weight if args.objective == "gates" else None,
         phase=args.phase,
         held_out_samples=args.held_out_samples,
         seed=args.seed,

@@ -106,6 +106,13 @@ def add_calibrate(commands: Any) -> None:
         help="for --objective gates: the candidate that a head without the full history has meanwhile",
     )
     choice.add_argument(
+        "--window-weight",
+        type=float,
+        metavar="W",
+        help="for --objective gates: of retrieval samples where windows are chosen; default: "
+        "--retrieval-weight",
+    )
+    choice.add_argument(
         "--gate-steps", type=count, metavar="N", default=32, help="steps of the fit, a sample each"
     )
 
@@ -170,6 +177,7 @@ _REPORTED = (
         "objective",
         "gate_window",
         "gate_steps",
+        "window_weight",
         "phase",
         "held_out",
         "held_out_samples",

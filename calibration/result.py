@@ -33,6 +33,7 @@ class Inputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     objective: Objective
     gate_window_tokens: int | None = None  # of heads with a closed gate, while gates are fitted
     gate_steps: int | None = None
+    window_weight: float | None = None  # of retrieval samples, for the windows; None: retrieval_weight
     phase: Phase
     budget: float | None
     budget_context_tokens: int | None = None  # where rows are counted, if not at context_tokens

@@ -50,6 +50,7 @@ class Request:
     objective: Objective
     gate_window_tokens: int | None  # None, like the next, for another objective
     gate_steps: int | None
+    window_weight: float | None
     phase: Phase
     held_out_samples: int
     seed: int
@@ -111,16 +112,20 @@ def calibrate(
     if request.objective != "cosine":
         assert request.budget is not None
         weight = request.retrieval_weight if request.retrieval_samples else 0.0
-        errors = error_curves(
-            harness, data.samples, codes, memo, bar.phase("error curves", steps), retrieval_weight=weight
-        )
+        step = bar.phase("error curves", steps)
+        errors = error_curves(harness, data.samples, codes, memo, step, retrieval_weight=weight)
         full = sum(row[-1] * layer.kv_heads for row, layer in zip(costs, layers, strict=True))
         limit = int(request.budget * full)
         shares = {"residual": allocate(errors, costs, limit)}
         if request.objective == "gates":
             fit = _fit(request, codes, limit / full, weight)
             gates = fit_gates(harness, data.samples, fit, memo, bar.phase("gates", fit.steps))
-            shares["gates"] = share_out(gates, errors, costs, codes.index(fit.cut), limit)
+            windows = errors
+            if request.window_weight is not None:
+                again = bar.phase("error curves, again", steps)  # what was measured is known
+                other = request.window_weight
+                windows = error_curves(harness, data.samples, codes, memo, again, retrieval_weight=other)
+            shares["gates"] = share_out(gates, windows, costs, codes.index(fit.cut), limit)
         for name, taken in shares.items():
             if taken is None:
                 raise CalibrationError(f"no candidates fit a budget of {request.budget:g}: give smaller ones")
@@ -261,6 +266,7 @@ def _inputs(harness: Harness, request: Request, text: Text, held_out: Text | Non
         objective=request.objective,
         gate_window_tokens=request.gate_window_tokens,
         gate_steps=request.gate_steps,
+        window_weight=request.window_weight,
         phase=request.phase,
         budget=request.budget,
         budget_context_tokens=request.budget_context_tokens,

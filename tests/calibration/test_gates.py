@@ -156,7 +156,10 @@ def test_full_histories_go_to_the_greatest_logits() -> None:
     assert allocate(errors, costs, 52) is not None
 
 
-def test_the_command_writes_the_gates_and_the_plan(model_folder: Folder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("--window-weight", "0")], ids=["all samples", "texts alone"])
+def test_the_command_writes_the_gates_and_the_plan(
+    model_folder: Folder, tmp_path: Path, more: tuple[str, ...]
+) -> None:
     text, plan = tmp_path / "text.txt", tmp_path / "plan.ir"
     text.write_text(TEXT, encoding="utf-8")
     words = [
@@ -164,11 +167,12 @@ def test_the_command_writes_the_gates_and_the_plan(model_folder: Folder, tmp_pat
         *("--context", "96", "--candidates", "8,16,32", "--tau", ".9", "--held-out-samples", "1"),
         *("--objective", "gates", "--budget", ".6", "--gate-window", "16", "--gate-steps", "4"),
     ]
-    assert main([*words, "-o", str(plan)]) == 0
+    assert main([*words, *more, "-o", str(plan)]) == 0
     found = result.read(plan.with_suffix(".json").read_bytes())
     assert found.best.name == "gates"
     assert [point.name for point in found.points] == ["tau 0.9", "residual", "gates"]
     assert found.best.kept_share <= 0.6
+    assert found.inputs.window_weight == (0 if more else None)
     assert found.gates is not None
     logits = [x for row in found.gates for x in row]
     full = [found.codes[k] == FULL for row in found.best.choices for k in row]

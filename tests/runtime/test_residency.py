@@ -129,6 +129,25 @@ def test_a_pool_that_is_too_small_retracts_and_reclaims(name: str, seed: int) ->
     assert len(simulation.finished) == 60
 
 
+@pytest.mark.parametrize("chunk", [40, 64, 1000])
+def test_a_prompt_cut_in_blocks_holds_its_budget_and_one_chunk(chunk: int) -> None:
+    """64 rows of 640 tokens stay, cut after every 32: rows go at 96 for the first time, so 64 tokens are the
+    tree's, and beside them there is only the copy; then the copy and what no block has ended."""
+    plan = plan_of("[{keep: {top_k: {tokens: 64, by: key_norm}}, trigger: {prefill_chunk: {tokens: 32}}}]")
+    units = plan.layout.unit_count
+    simulation = Simulation(plan, 1024, chunk_tokens=chunk, seed=3)
+    simulation.run([Request(rid="0", tokens=list(range(640)), new_tokens=2)])
+    peak = simulation.allocator.residency.peak_covered
+    assert peak <= peak_pages(plan.layout, 642, 640, chunk)
+    if chunk % 32 == 0 or chunk > 640:
+        assert peak == units * (64 + 64) // P
+    assert simulation.allocator.residency.counters["rows_never_written"] > 0
+    # the same prompt again finds what the tree holds; its chunks begin elsewhere
+    simulation.run([Request(rid="1", tokens=list(range(640)), new_tokens=2)])
+    assert simulation.allocator.residency.peak_covered <= peak_pages(plan.layout, 642, 640, chunk)
+    assert len(simulation.finished) == 2
+
+
 def test_three_hundred_requests_conserve_every_page() -> None:
     """Lengths, cancels, shared prefixes, retractions, a tiny pool; every invariant recounted after every
     step.
