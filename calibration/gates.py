@@ -58,7 +58,7 @@ class State:
 
     @classmethod
     def new(cls, heads: int) -> State:
-        return cls(*(np.zeros(heads) for _ in range(3)))
+        return cls(np.zeros(heads), np.zeros(heads), np.zeros(heads))
 
 
 def fit_gates(
