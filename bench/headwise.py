@@ -200,7 +200,7 @@ class Bench:
         model = model_path("smollm2")
         limit = load_model(model).context_tokens - 2
         small = Launch(
-            model=model, dtype="bfloat16", threads=self.threads, max_total_tokens=LONGEST_POOL_TOKENS
+            model=model, dtype="float32", threads=self.threads, max_total_tokens=LONGEST_POOL_TOKENS
         )
         stock = longest_prompt(small, limit)
         ours = longest_prompt(replace(small, kv_ir=PLAN), limit)
