@@ -39,8 +39,7 @@ def attend_phases(
     call: AttentionCall, prefill: Sequence[Candidate], decode: Sequence[Candidate], prompt_tokens: int
 ) -> Tensor:
     """As `attend`; queries at positions below `prompt_tokens` obey the prefill phase, later ones decode."""
-    before = call.key.shape[1] - call.query.shape[1]
-    split = min(max(prompt_tokens - before, 0), call.query.shape[1])
+    before, split = call.key.shape[1] - call.query.shape[1], prompt_queries(call, prompt_tokens)
     if split == 0 or prefill == decode:
         return attend(call, decode)
     end = before + split
@@ -49,6 +48,12 @@ def attend_phases(
         return attend(early, prefill)
     late = replace(call, query=call.query[:, split:])
     return torch.cat([attend(early, prefill), attend(late, decode)])
+
+
+def prompt_queries(call: AttentionCall, prompt_tokens: int) -> int:
+    """How many of the call's queries, its first ones, are at positions below `prompt_tokens`."""
+    before = call.key.shape[1] - call.query.shape[1]
+    return min(max(prompt_tokens - before, 0), call.query.shape[1])
 
 
 def _attend_equal(call: AttentionCall, kept: Candidate) -> Tensor:

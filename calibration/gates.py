@@ -11,6 +11,7 @@ the end most of them are 0 or 1.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
 
-from kvir.calibration.attend import attend
+from kvir.calibration.attend import attend, prompt_queries
 from kvir.calibration.candidates import FULL, Candidate
 from kvir.calibration.harness import Harness, keep_everything
 from kvir.calibration.interface import AttentionCall
@@ -47,20 +48,6 @@ class Fit:
     retrieval_weight: float
 
 
-@dataclass
-class State:
-    """Of Adam; a flat entry per KV head."""
-
-    logits: np.ndarray
-    first: np.ndarray
-    second: np.ndarray
-    step: int = 0
-
-    @classmethod
-    def new(cls, heads: int) -> State:
-        return cls(np.zeros(heads), np.zeros(heads), np.zeros(heads))
-
-
 def fit_gates(
     harness: Harness, samples: Sequence[Sample], fit: Fit, memo: Memo, progress: Progress
 ) -> list[list[float]]:
@@ -68,24 +55,25 @@ def fit_gates(
     layers = harness.configurable
     sizes = np.array([float(layer.head_dim) for layer in layers for _ in range(layer.kv_heads)])
     sizes /= sizes.sum()
-    state = State.new(len(sizes))
-    teacher = _Teacher(harness)
+    logits = torch.zeros(len(sizes), dtype=torch.float64)
+    adam = torch.optim.Adam([logits], lr=RATE, betas=MOMENTS, eps=1e-12)
+    full = functools.cache(functools.partial(full_predictions, harness))
     weight = {"text": 1.0, "retrieval": fit.retrieval_weight}
     turns = in_turn(samples)
     for step in range(fit.steps):
         mean, temperature = schedule(fit, step)
-        gates = gates_of(state.logits, sizes, mean, temperature)
+        gates = gates_of(logits.numpy(), sizes, mean, temperature)
 
         def one(step: int = step, gates: np.ndarray = gates) -> list[float]:
             sample = turns[step % len(turns)]
-            return (
-                weight[sample.kind] * _gradient(harness, sample, fit.cut, gates, teacher.of(sample))
-            ).tolist()
+            gradient = _gradient(harness, sample, fit.cut, gates, full(sample))
+            return (weight[sample.kind] * gradient).tolist()
 
         found = np.array(memo.get(["gate", step], one))
-        _descend(state, _of_logits(found, gates, sizes, temperature))
+        logits.grad = torch.from_numpy(_of_logits(found, gates, sizes, temperature))
+        adam.step()
         progress()
-    rows = iter(state.logits.tolist())
+    rows = iter(logits.tolist())
     return [[next(rows) for _ in range(layer.kv_heads)] for layer in layers]
 
 
@@ -159,29 +147,9 @@ def _of_logits(gradient: np.ndarray, gates: np.ndarray, sizes: np.ndarray, tempe
     return slope * (gradient - held * sizes)
 
 
-def _descend(state: State, gradient: np.ndarray) -> None:
-    """One step of Adam."""
-    state.step += 1
-    b1, b2 = MOMENTS
-    state.first = b1 * state.first + (1 - b1) * gradient
-    state.second = b2 * state.second + (1 - b2) * gradient**2
-    first = state.first / (1 - b1**state.step)
-    second = state.second / (1 - b2**state.step)
-    state.logits = state.logits - RATE * first / (np.sqrt(second) + 1e-12)
-
-
-class _Teacher:
+def full_predictions(harness: Harness, sample: Sample) -> Tensor:
     """What full KV predicts at the query positions of a sample: log-probabilities [Q, vocabulary]."""
-
-    def __init__(self, harness: Harness) -> None:
-        self._harness = harness
-        self._known: dict[Sample, Tensor] = {}
-
-    def of(self, sample: Sample) -> Tensor:
-        if sample not in self._known:
-            hidden = self._harness.hidden(sample.ids, keep_everything)
-            self._known[sample] = _predicted(self._harness, hidden, sample)
-        return self._known[sample]
+    return _predicted(harness, harness.hidden(sample.ids, keep_everything), sample)
 
 
 def _predicted(harness: Harness, hidden: Tensor, sample: Sample) -> Tensor:
@@ -215,8 +183,7 @@ def mixed(call: AttentionCall, gates: Tensor, cut: Candidate, prompt_tokens: int
     `prompt_tokens` see everything."""
     heads = call.key.shape[0]
     full = attend(call, [FULL] * heads)
-    before = call.key.shape[1] - call.query.shape[1]
-    start = min(max(prompt_tokens - before, 0), call.query.shape[1])
+    start = prompt_queries(call, prompt_tokens)
     if start == call.query.shape[1]:
         return full
     late = replace(call, query=call.query[:, start:])

@@ -100,6 +100,8 @@ def calibrate(
     layers = harness.configurable
     costs = [[code.rows(inputs.counted_tokens) * layer.head_dim for code in codes] for layer in layers]
     steps = len(layers) * len(data.samples)
+    weight = request.retrieval_weight if request.retrieval_samples else 0.0
+    fit = _fit(request, codes, inputs.counted_tokens, weight) if request.objective == "gates" else None
 
     def score(name: str, decide: Callable[[int, Sequence[Sequence[float]]], tuple[int, ...]]) -> Matrix:
         return matrix(harness, data.samples, codes, decide, memo, bar.phase(name, steps))
@@ -111,14 +113,12 @@ def calibrate(
     gates: list[list[float]] | None = None
     if request.objective != "cosine":
         assert request.budget is not None
-        weight = request.retrieval_weight if request.retrieval_samples else 0.0
         step = bar.phase("error curves", steps)
         errors = error_curves(harness, data.samples, codes, memo, step, retrieval_weight=weight)
         full = sum(row[-1] * layer.kv_heads for row, layer in zip(costs, layers, strict=True))
         limit = int(request.budget * full)
         shares = {"residual": allocate(errors, costs, limit)}
-        if request.objective == "gates":
-            fit = _fit(request, codes, limit / full, weight)
+        if fit is not None:
             gates = fit_gates(harness, data.samples, fit, memo, bar.phase("gates", fit.steps))
             windows = errors
             if request.window_weight is not None:
@@ -180,21 +180,21 @@ def _chosen(points: Sequence[tuple[float, float]], request: Request) -> int:
     return chosen
 
 
-def _fit(request: Request, codes: Codebook, budget: float, retrieval_weight: float) -> Fit:
+def _fit(request: Request, codes: Codebook, counted_tokens: int, retrieval_weight: float) -> Fit:
     """The mean of the gates is the share of heads that have the full history when the others have the cut."""
+    assert request.budget is not None
     assert request.gate_window_tokens is not None
     assert request.gate_steps is not None
     found = [code for code in codes if code.recent_tokens == request.gate_window_tokens]
     if not found:
         raise CalibrationError(f"--gate-window {request.gate_window_tokens} is not one of --candidates")
-    counted = request.budget_context_tokens or request.context_tokens
-    kept = found[-1].rows(counted) / counted
-    if kept >= budget or request.gate_steps < 1:
+    kept = found[-1].rows(counted_tokens) / counted_tokens
+    if kept >= request.budget or request.gate_steps < 1:
         raise CalibrationError(
             f"--gate-window {request.gate_window_tokens} alone keeps {kept:.1%} of the rows: give one that "
             "keeps less than --budget, and --gate-steps of at least 1"
         )
-    mean = (budget - kept) / (1 - kept)
+    mean = (request.budget - kept) / (1 - kept)
     return Fit(found[-1], mean, request.gate_steps, retrieval_weight)
 
 

@@ -17,6 +17,7 @@ P is `page_tokens`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import assert_never
 
 from kvir.lowering.quota import Run, first_run, kept_rows, kept_rows_of_all
@@ -76,6 +77,7 @@ def block_tokens(triggers: Iterable[Trigger]) -> int | None:
     return min(blocks, default=None)
 
 
+@lru_cache(maxsize=1024)  # admission asks again and again for the same prompt
 def first_drop(selection: Selection, prompt: int, block: int | None) -> int | None:
     """The least n so that rows are dropped after the first n tokens of a prompt, with more of it to come.
 

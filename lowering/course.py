@@ -147,10 +147,10 @@ class Course:
         run = self._prompt_run
         if run is None:
             return dense
-        chunked = any(isinstance(t, PrefillChunk) for t in run.selection.triggers)
-        block = block_tokens(run.selection.triggers)
-        first = first_drop(run.selection, self.prompt, block or chunk_tokens)
-        if not chunked or first is None:
+        block, first = block_tokens(run.selection.triggers), None
+        if any(isinstance(t, PrefillChunk) for t in run.selection.triggers):
+            first = first_drop(run.selection, self.prompt, block or chunk_tokens)
+        if first is None:
             return dense + self._prompt_pages.most
         if block is None:  # the server's chunks: one lies in dense pages
             pages = self._pages_of(min(chunk_tokens, self.prompt), chunk_tokens)

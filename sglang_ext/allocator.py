@@ -145,12 +145,11 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         if hold_branch:
             needed = self._needed(growths, folds)
             hold_branch = res.make_room_for_extend(needed, None, interior_only=True)
-        if not hold_branch:
-            growths = self._growths(folds, hold_branch=False)
-            needed = self._needed(growths, folds)
-            if not res.make_room_for_extend(needed, self.tree):
-                logger.error("kvir: no room for a prefill chunk: %s", self.evidence.pool_line())
-                return None
+            if not hold_branch:
+                growths = self._growths(folds, hold_branch=False)
+        if not hold_branch and not res.make_room_for_extend(self._needed(growths, folds), self.tree):
+            logger.error("kvir: no room for a prefill chunk: %s", self.evidence.pool_line())
+            return None
         out = super().alloc_extend(
             prefix_lens,
             prefix_lens_cpu,
@@ -163,10 +162,10 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         if out is None:
             return None
         done = 0
-        for (state, start, end), growth in zip(self.extending, growths, strict=True):
+        for (_, start, end), growth in zip(self.extending, growths, strict=True):
             first_new = -(-start // self.page_size) * self.page_size
             ids = out[done + first_new - start : done + end - start : self.page_size]
-            res.grow(state, (ids // self.page_size).tolist(), end, growth)
+            res.grow(growth, (ids // self.page_size).tolist())
             done += end - start
         states = [state for state, _, _ in self.extending]
         self.compacting = [res.compacts.reserve(*each) for each in zip(states, folds, strict=True)]
@@ -203,7 +202,7 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
             return None
         for i in opening:
             growth = res.growth(self.decoding[i], lens[i], hold_branch=False)
-            res.grow(self.decoding[i], [int(out[i]) // self.page_size], lens[i], growth)
+            res.grow(growth, [int(out[i]) // self.page_size])
         self.compacting = [res.compacts.reserve(*each) for each in zip(self.decoding, folds, strict=True)]
         self._end_step()
         return out

@@ -12,26 +12,25 @@ from kvir.sglang_ext.requests import RequestState
 
 
 class Growth:
-    """A request grows to `tokens` tokens in `count` new pages; `chosen` is what is selected in this chunk."""
+    """A request grows to `tokens` tokens; `chosen` is what is selected in this chunk."""
 
     def __init__(
         self,
         geometry: Geometry,
         state: RequestState,
         tokens: int,
-        count: int,
         chosen: Chosen | None,
         *,
         hold_branch: bool,
     ) -> None:
-        self._geometry, self._state, self._chosen = geometry, state, chosen
-        self._hold_branch = hold_branch
-        self.index = np.arange(len(state.pages), len(state.pages) + count)
+        self.state, self.tokens = state, tokens
+        self._geometry, self._chosen, self._hold_branch = geometry, chosen, hold_branch
+        self.index = np.arange(len(state.pages), geometry.pages_of(tokens))  # of the new pages
         self.first: IntArray = geometry.spans(state.decoding).first_page(tokens // geometry.page_tokens)
 
     def classes(self) -> Iterator[tuple[int, BoolArray, BoolArray]]:
         """(class, which of the new pages it keeps, which it holds besides for another prompt)."""
-        state, index = self._state, self.index
+        state, index = self.state, self.index
         for c in range(self._geometry.class_count):
             start, stop = self.passing(c)
             dense = (index < start) | (index >= stop)
@@ -49,7 +48,7 @@ class Growth:
         unit, page_tokens = int(self._geometry.class_leaders[c]), self._geometry.page_tokens
         if self._chosen is None or not self._chosen.passes[unit]:
             return 0, 0
-        start = max(len(self._state.pages), -(-self._state.published_tokens // page_tokens))
+        start = max(len(self.state.pages), -(-self.state.published_tokens // page_tokens))
         stop = int(self._chosen.at[unit] - self._chosen.left[unit]) // page_tokens
         return (start, stop) if start < stop else (0, 0)
 

@@ -164,12 +164,9 @@ class Residency(Cells):
             compact.slides = False
         first = np.minimum(first, np.maximum(len(state.pages), spans.sink_pages))
         for c in np.nonzero((first > state.first) | (spans.sink_pages < state.sinks))[0].tolist():
-            old_sinks, old_first = int(state.sinks[c]), int(state.first[c])
             sinks, end = int(spans.sink_pages[c]), min(int(first[c]), len(state.pages))
-            index = np.arange(sinks if turning else old_first, end)
-            if turning:
-                index = index[(index < old_sinks) | (index >= old_first)]
-            index = index[(index < state.hole[c, 0]) | (index >= state.hole[c, 1])]
+            index = np.arange(sinks if turning else int(state.first[c]), end)
+            index = index[state.covers(c, index)]
             state.sinks[c], state.first[c] = sinks, first[c]
             self._uncover(state, index, c)
 
@@ -177,12 +174,11 @@ class Residency(Cells):
         self, state: RequestState, tokens: int, chosen: Chosen | None = None, *, hold_branch: bool
     ) -> Growth:
         """How the request grows to `tokens` tokens, when rows are `chosen` at once."""
-        count = self.geometry.pages_of(tokens) - len(state.pages)
-        return Growth(self.geometry, state, tokens, count, chosen, hold_branch=hold_branch)
+        return Growth(self.geometry, state, tokens, chosen, hold_branch=hold_branch)
 
-    def grow(self, state: RequestState, new_pages: list[int], tokens: int, growth: Growth) -> None:
-        """The request has grown to `tokens` tokens in `new_pages`; those that it needs get head-pages."""
-        geo, index = self.geometry, growth.index
+    def grow(self, growth: Growth, new_pages: list[int]) -> None:
+        """The request has grown into `new_pages`; those that it needs get head-pages."""
+        geo, state, index = self.geometry, growth.state, growth.index
         pages = np.array(new_pages, np.int64)
         if self.alive[pages].any() or self.cover[pages].any():
             raise RuntimeError("kvir: a fresh logical page is resident already")
@@ -201,7 +197,7 @@ class Residency(Cells):
         state.pages.extend(new_pages)
         after = np.minimum(growth.first, np.maximum(len(state.pages), state.sinks))
         state.first = np.maximum(state.first, after)
-        state.page_floor = max(state.page_floor, tokens // geo.page_tokens)
+        state.page_floor = max(state.page_floor, growth.tokens // geo.page_tokens)
         if len(pages):
             self.push_rows(pages)
 

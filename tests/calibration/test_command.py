@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvir.calibration import result
+from kvir.calibration.candidates import FULL
 from kvir.cli import main
 from kvir.lowering.model_facts import load_model
 from kvir.lowering.pipeline import lower
@@ -98,6 +99,40 @@ def test_sinks_as_a_dimension_become_rules(model_folder: Folder, text: Path, tmp
             assert kept.recent_tokens is None or kept.sink_tokens == found.codes[k].sink_tokens
 
 
+@pytest.mark.parametrize("weight", [None, 0.0], ids=["all samples", "texts alone"])
+def test_full_histories_go_to_the_heads_with_the_greatest_gates(
+    model_folder: Folder, text: Path, tmp_path: Path, weight: float | None
+) -> None:
+    output = tmp_path / "plan.ir"
+    more = [
+        "--tau",
+        ".9",
+        "--objective",
+        "gates",
+        "--budget",
+        ".6",
+        "--gate-window",
+        "16",
+        "--gate-steps",
+        "4",
+    ]
+    if weight is not None:
+        more += ["--window-weight", "0"]
+    found = calibrated(model_folder("gemma3"), text, output, *more)
+    assert found.best.name == "gates"
+    assert [point.name for point in found.points] == ["tau 0.9", "residual", "gates"]
+    assert found.best.kept_share <= 0.6
+    assert found.inputs.window_weight == weight
+    assert found.gates is not None
+    logits = [x for row in found.gates for x in row]
+    full = [found.codes[k] == FULL for row in found.best.choices for k in row]
+    assert any(full)
+    assert min(x for x, is_full in zip(logits, full, strict=True) if is_full) >= max(
+        (x for x, is_full in zip(logits, full, strict=True) if not is_full), default=-9e9
+    )
+    assert "--objective gates --gate-window 16 --gate-steps 4" in output.read_text(encoding="utf-8")
+
+
 def test_a_budget_holds_at_the_context_where_it_is_counted(
     model_folder: Folder, text: Path, tmp_path: Path
 ) -> None:
@@ -121,6 +156,8 @@ def test_kvir_plot_draws_the_grid_again(model_folder: Folder, text: Path, tmp_pa
     [
         (("--budget", ".01"), "no threshold keeps at most 1.0%"),
         (("--objective", "residual"), "give --budget"),
+        (("--objective", "gates", "--budget", ".6", "--gate-window", "24"), "not one of --candidates"),
+        (("--objective", "gates", "--budget", ".2", "--gate-window", "32"), "give one that keeps less"),
         (("--budget-context", "48"), "goes with --budget"),
         (("--samples", "900"), "give a longer text"),
         (("--candidates", "4096"), "no candidate is shorter"),

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.nn.functional import kl_div
 
-from kvir.calibration import gates, result
+from kvir.calibration import gates
+from kvir.calibration.attend import attend, attend_phases
 from kvir.calibration.candidates import FULL, Candidate
 from kvir.calibration.gates import Fit, fit_gates, gates_of, mixed, schedule, share_out
 from kvir.calibration.harness import Harness
@@ -19,7 +20,6 @@ from kvir.calibration.interface import AttentionCall
 from kvir.calibration.memo import Memo
 from kvir.calibration.residual import allocate
 from kvir.calibration.samples import Sample
-from kvir.cli import main
 from support.tiny import TEXT
 
 Folder = Callable[[str], Path]
@@ -62,7 +62,7 @@ def test_the_gradient_is_that_of_the_divergence(
     one = sample(harness, prompt_tokens=prompt_tokens)
     count = sum(layer.kv_heads for layer in harness.configurable)
     values = np.random.default_rng(1).uniform(0.2, 0.8, count)
-    full = gates._Teacher(harness).of(one)
+    full = gates.full_predictions(harness, one)
     gradient = gates._gradient(harness, one, CUT, values, full)
 
     def divergence(values: np.ndarray) -> float:
@@ -97,8 +97,6 @@ def test_a_closed_gate_is_the_window_and_an_open_one_all(model_folder: Folder) -
         return mixed(call, torch.ones(call.key.shape[0]), CUT, 0)
 
     harness.hidden(sample(harness).ids, attention)
-    from kvir.calibration.attend import attend, attend_phases
-
     for call in seen:
         heads = call.key.shape[0]
         closed = torch.zeros(heads)
@@ -154,56 +152,3 @@ def test_full_histories_go_to_the_greatest_logits() -> None:
     assert share_out(logits, errors, costs, 0, 52) == ((2, 0), (1, 2))
     assert share_out(logits, errors, costs, 1, 15) is None
     assert allocate(errors, costs, 52) is not None
-
-
-@pytest.mark.parametrize("more", [(), ("--window-weight", "0")], ids=["all samples", "texts alone"])
-def test_the_command_writes_the_gates_and_the_plan(
-    model_folder: Folder, tmp_path: Path, more: tuple[str, ...]
-) -> None:
-    text, plan = tmp_path / "text.txt", tmp_path / "plan.ir"
-    text.write_text(TEXT, encoding="utf-8")
-    words = [
-        *("calibrate", "seqcalib", "--model", str(model_folder("gemma3")), "--text", str(text)),
-        *("--context", "96", "--candidates", "8,16,32", "--tau", ".9", "--held-out-samples", "1"),
-        *("--objective", "gates", "--budget", ".6", "--gate-window", "16", "--gate-steps", "4"),
-    ]
-    assert main([*words, *more, "-o", str(plan)]) == 0
-    found = result.read(plan.with_suffix(".json").read_bytes())
-    assert found.best.name == "gates"
-    assert [point.name for point in found.points] == ["tau 0.9", "residual", "gates"]
-    assert found.best.kept_share <= 0.6
-    assert found.inputs.window_weight == (0 if more else None)
-    assert found.gates is not None
-    logits = [x for row in found.gates for x in row]
-    full = [found.codes[k] == FULL for row in found.best.choices for k in row]
-    assert any(full)
-    assert min(x for x, is_full in zip(logits, full, strict=True) if is_full) >= max(
-        (x for x, is_full in zip(logits, full, strict=True) if not is_full), default=-9e9
-    )
-    assert "--objective gates --gate-window 16 --gate-steps 4" in plan.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (("--gate-window", "24"), "not one of --candidates"),
-        (("--gate-window", "32", "--budget", ".2"), "give one that keeps less"),
-    ],
-)
-def test_a_gate_window_that_does_not_fit_is_explained(
-    more: tuple[str, ...],
-    message: str,
-    model_folder: Folder,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT, encoding="utf-8")
-    words = [
-        *("calibrate", "seqcalib", "--model", str(model_folder("llama")), "--text", str(text)),
-        *("--context", "96", "--candidates", "8,16,32", "--tau", ".9", "--held-out-samples", "0"),
-        *("--objective", "gates", "--budget", ".6", "-o", str(tmp_path / "plan.ir"), *more),
-    ]
-    assert main(words) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "plan.ir").exists()
