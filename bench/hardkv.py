@@ -9,6 +9,8 @@ memory    one request: head-pages at every look against rows, head by head, and 
     every head of a layer to the longest, as the published one does
 crowd     twelve requests of 2,000 generated tokens in a pool for four of full KV, against stock SGLang there
 cost      one trigger at 4,096 rows, batch 8, in decode steps
+quality   given answers of 2,000 tokens, text and hidden numbers, at three budgets: Hard-KV, as many rows for
+    every head (top-k), and full KV
 
 Exit code 1 if anything is not as it must be.
 """
@@ -21,12 +23,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import torch
 
+from bench.parts import forced, long_answers
 from bench.parts.figures import Figures, run_parts, say
+from bench.parts.hidden import Request
+from bench.parts.paired import share
 from bench.parts.variants import variants
 from evaluation.agree import token_stream
 from evaluation.models import model_path
@@ -35,6 +41,8 @@ from evaluation.selection_oracle import SelectionOracle, replays
 from evaluation.server import Launch, Served, Server, serve
 from evaluation.traffic import PAGE_TOKENS, Traffic
 from evaluation.watch import Watch, kvir_state, prefills
+from kvir.calibration.harness import Harness
+from kvir.calibration.polykv.result import interval
 from kvir.lowering.load import plan_for_server
 
 METRICS = {
@@ -50,6 +58,12 @@ RULE = (
 PROMPTS = (40, 120, 255, 300, 513, 700)
 NEW_TOKENS = (600, 512, 300, 450, 64, 600)  # 512 and 64 end on a trigger
 VARIANTS = variants(retract_every=97)
+FIXED = (
+    "keep: [{sink: 4}, {recent: 32}, {top_k: {tokens: %d, counts: kept, by: %s}}], trigger: {every: %d}, "
+    "region: generated"
+)
+BUDGETS = ((0.9, 512), (0.9, 256), (0.6, 256))  # mass and cap
+ANSWERS = 12  # of each kind, at once
 CROWD, CROWD_PROMPT, CROWD_TOKENS, CROWD_CAP, ROOM_FOR = 12, 64, 2000, 256, 4
 
 
@@ -173,6 +187,41 @@ class Bench:
         steps = (statistics.median(fold) - step) / step
         self.figures.add("trigger_cost_in_steps", f"{steps:.2f}", ok=steps < 2)
 
+    def quality(self) -> None:
+        """Fixed budgets get the rows that Hard-KV kept on average."""
+        asked = long_answers.requests(Harness(self.model), ANSWERS)
+        path = self.folder / "full.ir"
+        path.write_text("kvir: 1\nname: full\nrules:\n  - keep: all\n")
+        full = self._answers("full", path, asked)
+        for mass, cap in BUDGETS:
+            label = f"p{mass:g}_cap{cap}"
+            hard = self._answers(f"hardkv_{label}", self.file(mass=mass, cap=cap), asked)
+            rows = round(hard.rows)
+            path = self.folder / f"top-{rows}.ir"
+            rule = FIXED % (rows, METRICS["snapkv"], 128)
+            path.write_text(f"kvir: 1\nname: fixed\nrules:\n  - {{{rule}}}\n")
+            fixed = self._answers(f"top_{rows}", path, asked)
+            for name, one in (("hardkv", hard), ("fixed", fixed)):
+                mean, half = interval(one.losses, full.losses)
+                self.figures.add(f"quality_{label}_{name}_over_full", f"{mean:+.4f} +- {half:.4f}")
+            mean, half = interval(hard.losses, fixed.losses)
+            self.figures.add(f"quality_{label}_hardkv_over_fixed", f"{mean:+.4f} +- {half:.4f}")
+
+    def _answers(self, name: str, file: Path, asked: Sequence[Request]) -> long_answers.Long:
+        tokens = long_answers.PROMPT_TOKENS + long_answers.ANSWER_TOKENS + 32
+        launch = replace(
+            self.launch(file, len(asked) * tokens),
+            arguments=(*VARIANTS["overlap"][0], *forced.ARGUMENTS),
+            max_running_requests=len(asked),
+        )
+        with serve(launch) as server:
+            say(f"{name}: {len(asked)} answers")
+            found = long_answers.measure(server, asked, self.folder)
+        self.figures.add(f"quality_{name}_rows", f"{found.rows:.1f}")
+        self.figures.add(f"quality_{name}_loss", f"{sum(found.losses) / len(found.losses):.4f}")
+        self.figures.add(f"quality_{name}_numbers", f"{share(found.found)}, digits {found.digits:.2f}")
+        return found
+
     def parts(self) -> Iterator[tuple[str, Callable[[], None]]]:
         for metric in METRICS:
             for mass in MASSES:
@@ -183,6 +232,7 @@ class Bench:
         yield "memory", self.memory
         yield "crowd", self.crowd
         yield "cost", self.cost
+        yield "quality", self.quality
 
 
 def stream_gaps(server: Server, prompt: Sequence[int], new_tokens: int) -> list[float]:

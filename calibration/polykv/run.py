@@ -80,16 +80,7 @@ def calibrate(
     model = understand(harness, total + _future(methods))
     _check_scores(harness, model, methods)
     samples, checks = gather(harness, request, text[1], held_out[1] if held_out else None)
-    shares = (
-        *sorted(
-            {
-                s
-                for s in (*request.shares, request.budget, minimum / context)
-                if minimum <= s * context < context
-            }
-        ),
-        1.0,
-    )
+    shares = _shares(request, minimum)
     setting = Setting(
         methods, shares, shares.index(request.budget), context, request.grain, request.retrieval_weight
     )

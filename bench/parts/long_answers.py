@@ -1,0 +1,74 @@
+"""Long answers under given tokens: what a policy that drops rows while decoding loses on the way.
+
+An answer of 2,000 tokens follows a short prompt.  In half of the answers text just goes on; in the others a
+number is hidden in the first two thirds, and their last tokens ask for it.  All of them run at once.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.parts.answers import TEXT
+from bench.parts.forced import follow
+from bench.parts.hidden import ASK, SEEN_PARAGRAPHS, Request
+from evaluation.needles import NEEDLE
+from evaluation.server import Server
+from evaluation.watch import Watch
+from kvir.calibration.harness import Harness
+from kvir.calibration.samples import token_ids
+
+PROMPT_TOKENS, ANSWER_TOKENS = 64, 2000
+COUNTED_TOKENS = ANSWER_TOKENS - 512  # before that, little has been dropped
+
+
+@dataclass(frozen=True)
+class Long:
+    """Of one policy."""
+
+    losses: tuple[float, ...]  # nats a token, by answer
+    found: tuple[bool, ...]  # numbers of which every digit was the likeliest token
+    digits: float  # share of digits
+    rows: float  # that selections left, the mean over looks, requests and units; 0: none ran
+
+
+def requests(harness: Harness, count: int) -> list[Request]:
+    """`count` answers of text, and as many that hide a number."""
+    paragraphs = TEXT.read_text(encoding="utf-8").splitlines()[SEEN_PARAGRAPHS:]
+    ids, ask = token_ids(harness, "\n".join(paragraphs)), token_ids(harness, ASK)
+    total, rng = PROMPT_TOKENS + ANSWER_TOKENS, random.Random(2)
+    step = (len(ids) - total) // max(1, count - 1)
+    made: list[Request] = []
+    for index in range(count):
+        text = ids[index * step :][:total]
+        made.append(Request("loss", tuple(text[:PROMPT_TOKENS]), tuple(text[PROMPT_TOKENS:]), COUNTED_TOKENS))
+        number = str(rng.randrange(10_000, 100_000))
+        fact = token_ids(harness, "\n" + NEEDLE.format(number=number) + "\n")
+        digits = token_ids(harness, f" {number}")
+        answer = text[PROMPT_TOKENS : total - len(fact) - len(ask) - len(digits)]
+        at = round(len(answer) * (0.05 + 0.6 * index / max(1, count - 1)))
+        hiding = [*answer[:at], *fact, *answer[at:], *ask, *digits]
+        made.append(Request("hidden", tuple(text[:PROMPT_TOKENS]), tuple(hiding), len(digits)))
+    return made
+
+
+def measure(server: Server, asked: Sequence[Request], folder: Path) -> Long:
+    """All answers at once."""
+    with Watch(server, 2.0) as watch, ThreadPoolExecutor(len(asked)) as pool:
+        forced = list(pool.map(lambda r: follow(server, r.prompt, r.after, folder), asked))
+    losses, found, digits = [], [], []
+    for request, one in zip(asked, forced, strict=True):
+        if request.kind == "loss":
+            losses.append(-statistics.fmean(one.logprobs[-request.counted :]))
+            continue
+        pairs = zip(one.likeliest[-request.counted :], request.after[-request.counted :], strict=True)
+        right = [mine == wanted for mine, wanted in pairs]
+        found.append(all(right))
+        digits.append(statistics.fmean(right))
+    left = [r["selected"]["rows"] for look in watch.seen for r in look["running"] if r["selected"]]
+    rows = statistics.fmean(statistics.fmean(units) for units in left) if left else 0.0
+    return Long(tuple(losses), tuple(found), statistics.fmean(digits), rows)
