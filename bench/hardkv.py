@@ -173,7 +173,7 @@ class Bench:
         """Steps with a trigger against steps without, from the gaps between streamed tokens."""
         every, context = 16, 4096
         file = self.file(every=every, cap=4096, region="all", mass=0.99)
-        with serve(self.launch(file, 10 * context, dtype="bfloat16")) as server:
+        with serve(self.launch(file, 10 * context)) as server:
             traffic = Traffic(server, self.ids)
             prompts = [traffic.cut(4000 * i, context - 64) for i in range(8)]
             with ThreadPoolExecutor(8) as pool:

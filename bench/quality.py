@@ -149,7 +149,7 @@ def _all_digits(request: Request, forced: Forced) -> bool:
 
 
 def _resident(end: Mapping[str, int]) -> float:
-    return (end["head_pages_held"] + end["compact_head_pages"]) / end["head_pages_full"]
+    return end["head_pages_held"] / end["head_pages_full"]
 
 
 def _digest(policy: Policy) -> str:
