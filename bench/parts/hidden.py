@@ -9,15 +9,15 @@ import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
-from bench.parts.answers import TEXT
 from evaluation.needles import NEEDLE
 from kvir.calibration.harness import Harness
 from kvir.calibration.samples import token_ids
 
-SEEN_PARAGRAPHS = 63  # the first are those of data/wikitext2_head.txt, which plans are calibrated on
+TEXT = Path(__file__).resolve().parents[2] / "data/wikitext2_next.txt"  # plans are made of the text before it
 PROMPT_TOKENS, AFTER_TOKENS = 1024, 128
 ASK = (
     "\nQuestion: What is the secret access code of the vault?\nAnswer: The secret access code of the vault is"
@@ -42,8 +42,7 @@ def requests(harness: Harness, count: int) -> list[Request]:
     `aware`: the question ends the prompt; its last token comes after, so that the token before the first
     digit is read with the rows that were kept, too.
     """
-    paragraphs = TEXT.read_text(encoding="utf-8").splitlines()[SEEN_PARAGRAPHS:]
-    ids, ask = token_ids(harness, "\n".join(paragraphs)), token_ids(harness, ASK)
+    ids, ask = token_ids(harness, TEXT.read_text(encoding="utf-8")), token_ids(harness, ASK)
     rng = random.Random(1)
     room = (len(ids) - PROMPT_TOKENS - AFTER_TOKENS) // max(1, count - 1)
     made: list[Request] = []

@@ -13,9 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.parts.answers import TEXT
 from bench.parts.forced import follow
-from bench.parts.hidden import ASK, SEEN_PARAGRAPHS, Request
+from bench.parts.hidden import ASK, TEXT, Request
 from evaluation.needles import NEEDLE
 from evaluation.server import Server
 from evaluation.watch import Watch
@@ -38,8 +37,7 @@ class Long:
 
 def requests(harness: Harness, count: int) -> list[Request]:
     """`count` answers of text, and as many that hide a number."""
-    paragraphs = TEXT.read_text(encoding="utf-8").splitlines()[SEEN_PARAGRAPHS:]
-    ids, ask = token_ids(harness, "\n".join(paragraphs)), token_ids(harness, ASK)
+    ids, ask = token_ids(harness, TEXT.read_text(encoding="utf-8")), token_ids(harness, ASK)
     total, rng = PROMPT_TOKENS + ANSWER_TOKENS, random.Random(2)
     step = (len(ids) - total) // max(1, count - 1)
     made: list[Request] = []
