@@ -25,7 +25,7 @@ rules:
 _ACROSS = {
     "laprox_model": ("fraction: {share}", ", by: laprox, scope: model"),
     "pyramidkv": (
-        "ramp: {{mean: {rows}, arithmetic: real, rounding: nearest, line: kept}}",
+        "ramp: {{mean: {rows}, arithmetic: real, rounding: nearest}}",
         ", by: {attention: {pool: {average: 7}}}",
     ),
 }
