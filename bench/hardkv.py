@@ -37,6 +37,7 @@ from bench.parts.variants import variants
 from evaluation.agree import token_stream
 from evaluation.models import model_path
 from evaluation.oracle import check
+from evaluation.rounding import ties
 from evaluation.selection_oracle import SelectionOracle, replays
 from evaluation.server import Launch, Served, Server, serve
 from evaluation.traffic import PAGE_TOKENS, Traffic
@@ -118,7 +119,7 @@ class Bench:
                 with ThreadPoolExecutor(len(prompts)) as pool:
                     answers = list(pool.map(server.generate, prompts, NEW_TOKENS))
                 asked, state = replays(answers, prefills(server)), kvir_state(server)
-            self.figures.agreement(label, check(oracle, asked, say))
+            self.figures.agreement(label, check(oracle, asked), lambda asked=asked: ties(oracle, asked))
             evicted = state["counters"]["rows_evicted"]
             self.figures.add(f"{label}_rows_evicted", evicted, ok=evicted > 0)
             retractions = sum(answer.retractions for answer in answers)

@@ -23,6 +23,7 @@ from bench.parts.variants import variants
 from evaluation.agree import token_stream
 from evaluation.models import model_path
 from evaluation.oracle import check
+from evaluation.rounding import ties
 from evaluation.selection_oracle import SelectionOracle, replays
 from evaluation.server import Launch, serve
 from evaluation.traffic import Traffic, page_floor, second_turns, shared_prefix
@@ -94,7 +95,8 @@ class Bench:
             state, lengths = kvir_state(server), prefills(server)
         asked = replays(traffic.served, lengths)
         say(f"{label}: {len(traffic.served)} requests served, asking the oracle about {len(asked)}")
-        self.figures.agreement(label, check(SelectionOracle(self.model, self.plan(file)), asked))
+        oracle = SelectionOracle(self.model, self.plan(file))
+        self.figures.agreement(label, check(oracle, asked), lambda: ties(oracle, asked))
         counters = state["counters"]
         self.figures.add(f"{label}_selections", counters["selections"], ok=counters["selections"] > 0)
         self.figures.add(f"{label}_rows_evicted", counters["rows_evicted"], ok=counters["rows_evicted"] > 0)

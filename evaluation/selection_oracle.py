@@ -21,12 +21,13 @@ from torch import Tensor
 
 from evaluation.merging_head import MergingHead
 from evaluation.oracle import Forced, Masks, Oracle
+from evaluation.rounding import Rounding
 from evaluation.selection_inputs import inputs_of, of_head
 from evaluation.selection_rules import ends, fires, governed_units
 from evaluation.server import Served
 from kvir.kernels.ref.select_offer import Governed, LayerState, Offer, offer
 from kvir.kernels.ref.select_rule import choose
-from kvir.kernels.score_ops import Rope
+from kvir.kernels.score_ops import Rope, ScoreInputs
 from kvir.lowering.compact import runs_in_prefill
 from kvir.lowering.stages import ExecutionPlan
 from kvir.policy_ir.nodes import Rule
@@ -52,6 +53,7 @@ class SelectionOracle(Oracle):
         self._offers: dict[int, list[Offer]] | None = None  # while the first pass runs
         self._rope: Rope | None = None
         self.kept: dict[tuple[int, int], Tensor] = {}  # (layer_id, KV head) -> bool [prompt]
+        self.rounding: Rounding | None = None  # what scores read is a little off, as in another engine
 
     @torch.no_grad()
     def force(
@@ -162,7 +164,7 @@ class SelectionOracle(Oracle):
             mine, bias = (k, v), None
             if head in merging:
                 mine, bias = merging[head].rows(), merging[head].bias[rows, None]
-            inputs = inputs_of(rule, module, layer, q, mine[0][rows], mine[1][rows], options, self._rope)
+            inputs = self._inputs(rule, module, q, mine[0][rows], mine[1][rows], options)
             of_one = replace(of_head(inputs, head, group, rows, q.shape[0]), bias=bias)
             states.append(LayerState(of_one, (head,)))
         offered = offer(rule, states, governed, self._prompt_tokens, q.shape[0])
@@ -238,12 +240,20 @@ class SelectionOracle(Oracle):
                 continue
             rule = self._plan.policy.rules[number]
             n, heads = q.shape[0], governed[layer]
-            inputs = inputs_of(rule, module, layer, q, k, v, options, self._rope)
+            inputs = self._inputs(rule, module, q, k, v, options)
             states = [LayerState(inputs, heads)]
             if len(heads) < k.shape[1]:
                 every, group = torch.arange(n), q.shape[1] // k.shape[1]
                 states = [LayerState(of_head(inputs, h, group, every, n), (h,)) for h in heads]
             self._offers.setdefault(number, []).append(offer(rule, states, governed, n, n))
+
+    def _inputs(
+        self, rule: Rule, module: Any, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]
+    ) -> ScoreInputs:
+        layer = self._index[module.layer_idx]
+        if self.rounding is not None:
+            q, k, v = (self.rounding.off(x) for x in (q, k, v))
+        return inputs_of(rule, module, layer, q, k, v, options, self._rope)
 
     def _rotation(self) -> Rope | None:
         """The tables of the model's rotation up to its context; None if it has none of its own."""

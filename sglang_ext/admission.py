@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
+
+from kvir.sglang_ext.geometry import IntArray
 
 if TYPE_CHECKING:
     from kvir.sglang_ext.allocator import KvirAllocator
@@ -26,25 +29,26 @@ class KvirPrefillBudget(PrefillBudget):
         self._residency = allocator.residency
         self._layout = allocator.layout
         self.new_token_ratio = 1.0  # set by the hook on PrefillAdder.add_one_req
-        self.credit_head_pages = 0  # head-pages of the candidate's prefix that other requests hold anyway
-        self._candidate = 0
-        self._admitted = 0
+        # all [R]; credit: head-pages of the candidate's prefix that other requests hold anyway
+        self.no_head_pages: IntArray = np.zeros(allocator.ranks.count, np.int64)
+        self.credit_head_pages = self._candidate = self._admitted = self.no_head_pages
 
-    def _owed(self) -> int:
-        total = 0
+    def _owed(self) -> IntArray:
+        total = np.zeros(self._allocator.ranks.count, np.int64)
         for state in self._residency.requests.values():
             in_prefill = len(state.pages) * self._layout.page_tokens < state.prompt_tokens
             final = state.peak_pages if in_prefill else state.growth_peak_pages
-            growth = max(0, final - self._residency.covered_by(state))
-            total += growth if in_prefill else int(growth * self.new_token_ratio)
+            growth = np.maximum(final - self._residency.covered_by(state), 0)
+            total += growth if in_prefill else (growth * self.new_token_ratio).astype(np.int64)
         return total
 
     @property
-    def remaining_head_pages(self) -> int:
+    def remaining_head_pages(self) -> IntArray:
+        """[R]"""
         return self._residency.available - self._owed() - self._admitted
 
     def has_capacity(self) -> bool:
-        return super().has_capacity() and self.remaining_head_pages > 0
+        return super().has_capacity() and bool((self.remaining_head_pages > 0).all())
 
     def check_prefill(
         self, *, extend_input_len: int, max_new_tokens: int, input_tokens: int, **kwargs: Any
@@ -57,7 +61,7 @@ class KvirPrefillBudget(PrefillBudget):
         )
         final = self._allocator.peak_pages(input_tokens + max_new_tokens, input_tokens)
         self._candidate = final - self.credit_head_pages
-        if ok and self._candidate > self.remaining_head_pages:
+        if ok and (self._candidate > self.remaining_head_pages).any():
             self._residency.counters["admissions_deferred"] += 1
             return False, None
         return ok, limit
@@ -68,18 +72,18 @@ class KvirPrefillBudget(PrefillBudget):
     def reserve(self, *args: Any, is_chunked_continuation: bool = False, **kwargs: Any) -> None:
         super().reserve(*args, is_chunked_continuation=is_chunked_continuation, **kwargs)
         if not is_chunked_continuation:
-            self._admitted += self._candidate
-            self._candidate = 0
+            self._admitted = self._admitted + self._candidate
+            self._candidate = self.no_head_pages
 
 
-def shared_credit(budget: KvirPrefillBudget, pages: Any) -> int:
-    """Head-pages of a matched prefix (`pages`: its logical pages) that running requests cover and that the
-    candidate needs to its end too: those of full classes, and sinks.
+def shared_credit(budget: KvirPrefillBudget, pages: IntArray) -> IntArray:
+    """[R] head-pages of a matched prefix (`pages`: its logical pages) that running requests cover and that
+    the candidate needs to its end too: those of full classes, and sinks.
     """
     res = budget._residency
     geo = res.geometry
-    total = 0
+    total = np.zeros(geo.ranks.count, np.int64)
     for c in range(geo.class_count):
         kept = pages if geo.is_full(c) else pages[: geo.prefill.sink_pages[c]]
-        total += int((res.cover[kept, c] > 0).sum()) * int(geo.class_size[c])
+        total += int((res.cover[kept, c] > 0).sum()) * geo.class_ranks[c]
     return total

@@ -51,7 +51,9 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         self.layout = pool.plan.layout
         self.evidence = Evidence(pool)
         self.debug = debug
-        self.selections = Selections(self.layout)
+        self.ranks = pool.residency.geometry.ranks
+        self.selections = Selections(self.layout, self.ranks)
+        self._rank_layouts = self.ranks.layouts(self.layout)
         self.compacting: list[Compact | None] = []  # of the step scheduled last, in batch order
         self.tree: KvirRadixCache | None = None
         self.extending: list[tuple[RequestState, int, int]] = []
@@ -113,7 +115,8 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         state.max_new_tokens = max(0, (req.sampling_params.max_new_tokens or 0) - len(req.output_ids))
         final = prompt_tokens + state.max_new_tokens
         state.peak_pages = self.peak_pages(final, prompt_tokens)
-        state.growth_peak_pages = footprint.growth_peak_pages(self.layout, final, prompt_tokens)
+        growth = [footprint.growth_peak_pages(each, final, prompt_tokens) for each in self._rank_layouts]
+        state.growth_peak_pages = np.array(growth)
         state.rid = req.rid
         state.retractions = req.retraction_count
         state.cached_tokens = prefix_tokens
@@ -179,11 +182,11 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         ]
 
     def _needed(self, growths: Sequence[Growth], folds: Sequence[Chosen | None]) -> IntArray:
-        total = np.zeros(self.residency.geometry.layer_count + 1, np.int64)
+        total = np.zeros(self.residency.geometry.lane_count, np.int64)
         for (state, _, _), growth, fold in zip(self.extending, growths, folds, strict=True):
-            total += growth.needed_per_layer()
+            total += growth.needed()
             if fold is not None:
-                total += self.residency.compacts.needed_per_layer(state, fold)
+                total += self.residency.compacts.needed_by_lane(state, fold)
         return total
 
     def alloc_decode(
@@ -193,8 +196,8 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         lens: list[int] = seq_lens_cpu.tolist()
         opening = [i for i, n in enumerate(lens) if n % self.page_size == 1]
         folds = [self.selections.while_decoding(*each) for each in zip(self.decoding, lens, strict=True)]
-        needed = len(opening) * self.layout.unit_count + res.compacts.needed(self.decoding, folds)
-        if needed and not res.reclaimer.make_room(needed, self.tree):
+        needed = len(opening) * res.geometry.rank_units + res.compacts.needed(self.decoding, folds)
+        if needed.any() and not res.reclaimer.make_room(needed, self.tree):
             logger.error("kvir: no room for a decode step: %s", self.evidence.pool_line())
             return None
         out = super().alloc_decode(seq_lens, seq_lens_cpu, last_loc)
@@ -220,9 +223,14 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
 
     # ---- capacity questions --------------------------------------------------------------------------------
 
-    def peak_pages(self, tokens: int, prompt_tokens: int) -> int:
-        """The most head-pages that a request needs on its way to `tokens` tokens."""
-        return footprint.peak_pages(self.layout, tokens, prompt_tokens, self.chunk_tokens)
+    def peak_pages(self, tokens: int, prompt_tokens: int) -> IntArray:
+        """[R] the most head-pages that a request needs on its way to `tokens` tokens."""
+        chunk, layouts = self.chunk_tokens, self._rank_layouts
+        return np.array([footprint.peak_pages(each, tokens, prompt_tokens, chunk) for each in layouts])
+
+    def _fits(self, tokens: int, prompt_tokens: int) -> bool:
+        """Whether the empty pool could hold a request."""
+        return bool((self.peak_pages(tokens, prompt_tokens) <= self.pool.head_page_count).all())
 
     def create_prefill_budget(
         self, tree_cache: KvirRadixCache, *, num_mixed_decode_tokens: int = 0
@@ -251,7 +259,7 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
             res.slide(states[-1], length, decoding=True)
             opening += length % self.page_size == 0
             folds.append(self.selections.while_decoding(states[-1], length + 1))
-        needed = opening * self.layout.unit_count + res.compacts.needed(states, folds)
+        needed = opening * res.geometry.rank_units + res.compacts.needed(states, folds)
         physical = res.reclaimer.make_room(needed, tree_cache)
         if not physical:
             res.counters["decode_shortfalls"] += 1
@@ -262,13 +270,12 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
     ) -> int | None:
         """Clip a generation to what the empty pool could hold; None refuses the prompt."""
         logical = super().max_new_tokens_for_memory(input_tokens, max_new_tokens, **kwargs)  # type: ignore[arg-type]
-        limit = self.pool.head_page_count
-        if logical is None or self.peak_pages(input_tokens + 1, input_tokens) > limit:
+        if logical is None or not self._fits(input_tokens + 1, input_tokens):
             return None
         fits, too_many = 0, logical + 1
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
-            if self.peak_pages(input_tokens + middle, input_tokens) <= limit:
+            if self._fits(input_tokens + middle, input_tokens):
                 fits = middle
             else:
                 too_many = middle

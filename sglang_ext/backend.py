@@ -15,6 +15,7 @@ from kvir.kernels.ops import Bounds
 from kvir.lowering.stages import ExecutionPlan
 from kvir.sglang_ext.allocator import KvirAllocator
 from kvir.sglang_ext.pool import KvirPool
+from kvir.sglang_ext.ranks import Exchange
 from kvir.sglang_ext.selecting import LayerCall, RowSelection, Work
 
 T = TypeVar("T")
@@ -50,8 +51,9 @@ class KvirAttentionBackend(AttentionBackend):
         self.debug = allocator.debug
         self.req_to_token = rows.req_to_token
         self.page_tokens = pool.page_size
-        self.kv_heads = pool.plan.layout.kv_heads
-        self.head_dim = pool.plan.layout.head_dim
+        self.kv_heads = pool.own.kv_heads
+        self.first_head = pool.residency.geometry.own_heads.start
+        self.head_dim = pool.own.head_dim
         self.layer_index = {layer.layer_id: i for i, layer in enumerate(pool.plan.model.layers)}
         self.kernels = dispatch.choose(kernels_of(pool.plan))
         pool.kernels_name = self.kernels.name
@@ -60,7 +62,9 @@ class KvirAttentionBackend(AttentionBackend):
         self._extends = self._lens
         self._bounds = pool.decode_bounds
         self.allocator = allocator
-        self.selection = RowSelection(pool.plan, pool, runner.model) if pool.plan.layout.compact else None
+        self.selection = None
+        if pool.plan.layout.compact:
+            self.selection = RowSelection(pool.plan, pool, runner.model, _exchange(pool))
         self._works: list[Work] = []
 
     # ---- once per forward ----------------------------------------------------------------------------------
@@ -104,13 +108,12 @@ class KvirAttentionBackend(AttentionBackend):
             self._bounds = self.pool.decode_bounds
             return
         sink, recent = self.pool.decode_bounds.sink.numpy(), self.pool.decode_bounds.recent.numpy()
-        geometry = self.pool.residency.geometry
         pages, sinks, recents = [], [], []
         for i, state in enumerate(states):
             before, of_sink, of_recent = 0, sink, recent
             row = self._pages[i].numpy()
             if state.compact is not None:
-                before, of_sink, of_recent = state.compact.decode_view(geometry, lens[i], recent)
+                before, of_sink, of_recent = state.compact.decode_view(lens[i], recent)
                 row = np.concatenate([state.compact.spare_rows, row])
             lens[i] += before
             pages.append(row)
@@ -135,7 +138,7 @@ class KvirAttentionBackend(AttentionBackend):
         )
 
     def _poison(self) -> None:
-        freed = self.pool.residency.pool.take_freed_log()
+        freed = self.pool.residency.pool.take_freed_log(self.pool.residency.geometry.ranks.rank)
         if len(freed):
             self.pool.kv[torch.from_numpy(freed.astype(np.int64))] = float("nan")
 
@@ -180,7 +183,7 @@ class KvirAttentionBackend(AttentionBackend):
             bounds, one, rows = self.pool.prefill_bounds, slice(i, i + 1), slice(work.begin, work.end)
             if heads:  # the kernel must not look for their rows among the dense pages
                 bounds = Bounds(bounds.sink.clone(), bounds.recent.clone())
-                units = [unit0 + head for head in heads]
+                units = [unit0 + head - self.first_head for head in heads]
                 bounds.sink[units], bounds.recent[units] = 0, 1
             holes += self.kernels.attend_extend(
                 call.q[rows], call.k[rows], call.v[rows], self.pool.cache, self._pages[one], self._lens[one],
@@ -266,6 +269,16 @@ class KvirAttentionBackend(AttentionBackend):
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
+
+
+def _exchange(pool: KvirPool) -> Exchange | None:
+    """With the other ranks, if there are any."""
+    ranks = pool.residency.geometry.ranks
+    if ranks.count == 1:
+        return None
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    return Exchange(get_tp_group().cpu_group, ranks)
 
 
 def _given(value: T | None) -> T:

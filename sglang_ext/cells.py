@@ -31,8 +31,8 @@ class Cells:
     def __init__(self, geometry: Geometry, page_count: int, head_page_count: int) -> None:
         self.geometry = geometry
         self.page_count = page_count
-        self.pool = HeadPagePool(head_page_count, geometry.layer_count)
-        self.deltas = TableDeltas()
+        self.pool = HeadPagePool(head_page_count, geometry.layer_count, geometry.ranks.count)
+        self.deltas = TableDeltas(geometry.own_units)
         self.counters: Counter[str] = Counter()
         self.reset()
 
@@ -47,7 +47,7 @@ class Cells:
         self.still_read = np.zeros(shape, bool)  # slid out while the extend being scheduled reads it
         self.readers = np.zeros(self.page_count, np.int32)  # running requests with the page in their sequence
         self.pages_in_use = 0
-        self.idle_head_pages = 0
+        self.idle_head_pages: IntArray = np.zeros(geo.ranks.count, np.int64)  # [R]
         self.version = 0  # of everything that the accounting depends on
         self._held_frees: list[IntArray] | None = None
         self.partial_pages: set[int] = set()  # pages that the extend being scheduled begins inside of
@@ -57,12 +57,13 @@ class Cells:
     # ---- capacity ------------------------------------------------------------------------------------------
 
     @property
-    def available(self) -> int:
-        """Head-pages that could be had without touching what running requests read."""
+    def available(self) -> IntArray:
+        """[R] head-pages that could be had without touching what running requests read."""
         return self.pool.free + self.pool.quarantined + self.idle_head_pages
 
     @property
-    def covered_head_pages(self) -> int:
+    def covered_head_pages(self) -> IntArray:
+        """[R]"""
         return self.pool.resident - self.idle_head_pages
 
     def is_reclaimable(self, page: int, c: int, *, sinks: bool = False) -> bool:
@@ -92,16 +93,16 @@ class Cells:
         units = self.geometry.class_units[c]
         cells = (pages[:, None], units[None])
         head_pages = self.table[cells].ravel()
-        layers = np.tile(self.geometry.class_layers[c], len(pages))
+        lanes = np.tile(self.geometry.class_lanes[c], len(pages))
         self.table[cells] = ABSENT
         self.alive[pages, c] = False
         self.is_sink[pages, c] = False
         self.epoch[pages, c] += 1
         if not still_read:
-            self.pool.give(head_pages, layers, still_read=False)
+            self.pool.give(head_pages, lanes, still_read=False)
             self.push_rows(pages)
             return
-        self.pool.give(head_pages, layers, still_read=True)
+        self.pool.give(head_pages, lanes, still_read=True)
         # the partial page is written by this forward too: its removal shows at once, its old row is read by
         # shadow
         partial = (
@@ -113,7 +114,7 @@ class Cells:
             self.push_rows(pages[~partial], later=True)
 
     def drop_idle(self, pages: IntArray, c: int) -> None:
-        self.idle_head_pages -= len(pages) * int(self.geometry.class_size[c])
+        self.idle_head_pages -= len(pages) * self.geometry.class_ranks[c]
         self.drop(pages, c, still_read=False)
 
     def add_cover(self, pages: IntArray, c: int) -> None:
@@ -121,14 +122,14 @@ class Cells:
             return
         if not self.alive[pages, c].all():
             raise RuntimeError("kvir: a matched prefix has a hole")
-        self.idle_head_pages -= int((self.cover[pages, c] == 0).sum()) * int(self.geometry.class_size[c])
+        self.idle_head_pages -= int((self.cover[pages, c] == 0).sum()) * self.geometry.class_ranks[c]
         self.cover[pages, c] += 1
         self.epoch[pages, c] += 1
 
     def fill(self, pages: IntArray, c: int) -> None:
         """Give head-pages to absent cells; the request that asked covers them."""
         units = self.geometry.class_units[c]
-        head_pages = self.pool.take(np.tile(self.geometry.class_layers[c], len(pages)))
+        head_pages = self.pool.take(np.tile(self.geometry.class_lanes[c], len(pages)))
         self.table[pages[:, None], units[None]] = head_pages.reshape(len(pages), len(units))
         self.alive[pages, c] = True
         self.cover[pages, c] = 1
@@ -137,11 +138,10 @@ class Cells:
     def move(self, a: IntArray, b: IntArray, index: IntArray, covered: np.ndarray, c: int) -> None:
         """The tree's pages `b` stand for the request's duplicates `a`, at page positions `index`: covers move
         over, and where the tree has a hole, so do the pointers to the head-pages."""
-        size = int(self.geometry.class_size[c])
         self.cover[a[covered], c] -= 1
         if self.cover[a[covered], c].any():
             raise RuntimeError("kvir: somebody else reads a private page")
-        self.idle_head_pages += int(covered.sum()) * size
+        self.idle_head_pages += int(covered.sum()) * self.geometry.class_ranks[c]
         heal = self.alive[a, c] & ~self.alive[b, c]
         if heal.any():
             units = self.geometry.class_units[c][None]

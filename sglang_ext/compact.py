@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from kvir.sglang_ext.folding import BoolArray, Chosen
 from kvir.sglang_ext.geometry import Geometry, IntArray
+from kvir.sglang_ext.ranks import Placed
 
 if TYPE_CHECKING:
     from kvir.sglang_ext.cells import Cells
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Compact:
-    """The compact rows of one request.  Arrays are [U], tables [len(spare_rows), U]."""
+    """The compact rows of one request, of all ranks.  Arrays are [U], tables [len(spare_rows), U]."""
 
-    page_tokens: int
+    geometry: Geometry
     moved: BoolArray  # units that have selected
     tokens: IntArray  # length at which the unit selected last
     left: IntArray  # rows before that length that stayed where they were, in the partial page
@@ -47,11 +48,27 @@ class Compact:
     chosen: Chosen | None = None  # the selection that is under way
     evicted: int = 0  # rows that it has dropped so far
     slides: bool = False  # dense pages that it left behind are to be given back
-    stock: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # layer, or -1 -> head-pages
+    stock: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # lane -> head-pages
+    placed: Placed = field(default_factory=list[tuple[int, IntArray]])  # by the forward that is under way
+
+    @property
+    def head_pages_by_rank(self) -> IntArray:
+        """[R] resident because of this request."""
+        stock = np.zeros(self.geometry.lane_count, np.int64)
+        for lane, pages in self.stock.items():
+            stock[lane] = len(pages)
+        owned = np.bincount(
+            self.geometry.rank_of_unit, weights=self.owned.sum(0), minlength=self.geometry.ranks.count
+        )
+        return owned.astype(np.int64) + self.geometry.by_rank(stock)
 
     @property
     def head_pages(self) -> int:
-        return int(self.owned.sum()) + sum(map(len, self.stock.values()))
+        return int(self.head_pages_by_rank.sum())
+
+    @property
+    def page_tokens(self) -> int:
+        return self.geometry.page_tokens
 
     @property
     def pages(self) -> IntArray:
@@ -63,14 +80,16 @@ class Compact:
         """[U] units that moved keep the logical pages from here on."""
         return self.tokens // self.page_tokens
 
-    def account(self) -> dict[str, list[int]]:
+    def account(self) -> dict[str, list[int] | bool]:
         """What selections left, JSON-ready, by unit: rows in compact head-pages, the first token of the
-        dense pages, and the length at which the unit selected last (0: never)."""
+        dense pages, and the length at which the unit selected last (0: never).  `settled`: what the last
+        selection left behind has been given back, as the next step does."""
         at = np.where(self.moved, self.tokens, 0)
         return {
             "rows": self.copied.tolist(),
             "dense_from": (at // self.page_tokens * self.page_tokens).tolist(),
             "at": at.tolist(),
+            "settled": self.chosen is None and not self.slides and not self.stock,
         }
 
     def held(self, unit: int, tokens: int) -> int:
@@ -81,7 +100,7 @@ class Compact:
         """[U] rows that units which moved hold at length `tokens`."""
         return self.copied + tokens - self.tokens + self.left
 
-    def place(self, unit: int, layer: int, positions: IntArray) -> NDArray[np.int64]:
+    def place(self, unit: int, positions: IntArray) -> NDArray[np.int64]:
         """The head-pages for a unit's rows at `positions`, in order.  Called by the forward, once per unit
         that selects.
 
@@ -93,7 +112,9 @@ class Compact:
         promised, tokens = int(chosen.most[unit]), int(chosen.at[unit])
         if rows > promised or (chosen.exact[unit] and rows != promised):
             raise RuntimeError(f"kvir: unit {unit} selected {rows} rows, not {promised}")
-        own, anywhere = self.stock.setdefault(layer, []), self.stock.get(-1, [])
+        lane = int(self.geometry.lane_of_unit[unit])
+        own = self.stock.setdefault(lane, [])
+        anywhere = self.stock.get(self.geometry.any_lane(lane), [])
         if pages - had > len(own) + len(anywhere):
             raise RuntimeError(f"kvir: unit {unit} selected {rows} rows, and no head-pages are left for them")
         for i in range(had, pages):
@@ -104,21 +125,22 @@ class Compact:
         self.evicted += int(self.held(unit, tokens) - rows - chosen.left[unit])
         self.copied[unit], self.positions[unit] = rows, positions
         self.tokens[unit], self.left[unit], self.moved[unit] = tokens, chosen.left[unit], True
+        self.placed.append((unit, positions))
         return self.table[:pages, unit].astype(np.int64)
 
-    def decode_view(
-        self, geometry: Geometry, tokens: int, recent: IntArray
-    ) -> tuple[int, IntArray, IntArray]:
-        """How a decode step at `tokens` tokens reads: (rows before its logical pages, sink [U], recent [U]);
-        `recent` is the plan's own window of each unit.
+    def decode_view(self, tokens: int, recent: IntArray) -> tuple[int, IntArray, IntArray]:
+        """How a decode step at `tokens` tokens reads this rank's units: (rows before its logical pages, sink
+        [own units], recent [own units]); `recent` is the plan's own window of each of them.
         """
-        by_position = np.minimum(geometry.unit_sink_tokens, tokens)
-        sinks = np.where(self.moved, self.copied, by_position)
-        fresh = tokens - self.tokens + self.left
+        own = self.geometry.own_units
+        moved, copied = self.moved[own], self.copied[own]
+        by_position = np.minimum(self.geometry.unit_sink_tokens[own], tokens)
+        sinks = np.where(moved, copied, by_position)
+        fresh = tokens - self.tokens[own] + self.left[own]
         # sinks are read among the spare rows: the window must not find them again
         window = np.minimum(recent, tokens - sinks)
-        before = len(self.spare_rows) * geometry.page_tokens
-        return before, sinks, np.where(self.moved, fresh, window)
+        before = len(self.spare_rows) * self.page_tokens
+        return before, sinks, np.where(moved, fresh, window)
 
 
 class CompactStore:
@@ -138,14 +160,11 @@ class CompactStore:
     def free_rows(self) -> int:
         return len(self._free)
 
-    def needed_per_layer(self, state: RequestState, chosen: Chosen) -> IntArray:
-        """[layers + 1] head-pages that a selection takes beside those that the request has; the last is for
-        any layer.
-        """
-        geo = self._cells.geometry
-        extra = self._extra(state, chosen)
-        count = geo.layer_count + 1
-        return chosen.stock + np.bincount(geo.layer_of_unit, weights=extra, minlength=count).astype(np.int64)
+    def needed_by_lane(self, state: RequestState, chosen: Chosen) -> IntArray:
+        """[lanes] head-pages that a selection takes beside those that the request has."""
+        geo, extra = self._cells.geometry, self._extra(state, chosen)
+        known = np.bincount(geo.lane_of_unit, weights=extra, minlength=geo.lane_count)
+        return chosen.stock + known.astype(np.int64)
 
     def _extra(self, state: RequestState, chosen: Chosen) -> IntArray:
         """[U] head-pages that units take whose number of rows is known."""
@@ -159,13 +178,13 @@ class CompactStore:
         pages = -(-chosen.most // geo.page_tokens)
         return int(np.where(chosen.moves, pages, geo.unit_sink_pages).max(initial=0))
 
-    def needed(self, states: Sequence[RequestState], folds: Sequence[Chosen | None]) -> int:
-        """Head-pages that the selections of a decode step take; None: the request selects nothing."""
-        return sum(
-            int(self.needed_per_layer(state, chosen).sum())
-            for state, chosen in zip(states, folds, strict=True)
-            if chosen is not None
-        )
+    def needed(self, states: Sequence[RequestState], folds: Sequence[Chosen | None]) -> IntArray:
+        """[R] head-pages that the selections of a decode step take; None: the request selects nothing."""
+        total = np.zeros(self._cells.geometry.lane_count, np.int64)
+        for state, chosen in zip(states, folds, strict=True):
+            if chosen is not None:
+                total += self.needed_by_lane(state, chosen)
+        return self._cells.geometry.by_rank(total)
 
     def reserve(self, state: RequestState, chosen: Chosen | None) -> Compact | None:
         """Head-pages for the selection that runs in the forward being launched, if one does."""
@@ -184,13 +203,10 @@ class CompactStore:
             compact.spare_rows = np.concatenate([compact.spare_rows, spare])
             compact.table = np.concatenate([compact.table, np.full(shape, -1, np.int32)])
             compact.owned = np.concatenate([compact.owned, np.zeros(shape, bool)])
-        stock = chosen.stock.copy()
-        # units that know their number of rows take their pages from the stock of their layer too
-        extra = self._extra(state, chosen)
-        stock += np.bincount(geo.layer_of_unit, weights=extra, minlength=len(stock)).astype(np.int64)
-        for layer in np.nonzero(stock)[0].tolist():
-            key = -1 if layer == geo.layer_count else layer
-            compact.stock[key] = pool.take(np.full(stock[layer], layer)).tolist()
+        # units that know their number of rows take their pages from the stock of their lane too
+        stock = self.needed_by_lane(state, chosen)
+        for lane in np.nonzero(stock)[0].tolist():
+            compact.stock[lane] = pool.take(np.full(stock[lane], lane)).tolist()
         compact.chosen = chosen
         self.head_pages += compact.head_pages - before
         self.refresh_sinks(state)
@@ -200,7 +216,7 @@ class CompactStore:
         units = self._cells.geometry.unit_count
         none = np.zeros(units, np.int64)
         return Compact(
-            page_tokens=self._cells.geometry.page_tokens,
+            geometry=self._cells.geometry,
             moved=np.zeros(units, bool),
             tokens=none.copy(),
             left=none.copy(),
@@ -223,7 +239,7 @@ class CompactStore:
         compact.evicted = 0
         if (compact.tokens[moved] != at[moved]).any():
             raise RuntimeError("kvir: a unit that should select did not")
-        compact.chosen, compact.slides = None, True
+        compact.chosen, compact.slides, compact.placed = None, True, []
         self._unsettled.append(compact)
         self._cells.deltas.push(compact.spare_rows, compact.table.copy())
 
@@ -256,12 +272,12 @@ class CompactStore:
         state.compact = None
         self.head_pages -= compact.head_pages
         self._unsettled = [other for other in self._unsettled if other is not compact]
-        layers = np.broadcast_to(geo.layer_of_unit, compact.owned.shape)[compact.owned]
-        self._cells.pool.give(compact.table[compact.owned], layers, still_read=False)
+        lanes = np.broadcast_to(geo.lane_of_unit, compact.owned.shape)[compact.owned]
+        self._cells.pool.give(compact.table[compact.owned], lanes, still_read=False)
         self._return_stock(compact)
         self._free.extend(compact.spare_rows.tolist())
 
     def _return_stock(self, compact: Compact) -> None:
         stock, compact.stock = compact.stock, {}
-        for layer, pages in stock.items():
-            self._cells.pool.give(np.array(pages, np.int32), np.full(len(pages), layer), still_read=False)
+        for lane, pages in stock.items():
+            self._cells.pool.give(np.array(pages, np.int32), np.full(len(pages), lane), still_read=False)

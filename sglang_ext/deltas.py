@@ -20,9 +20,13 @@ Rows = NDArray[np.int32]
 
 
 class TableDeltas:
-    """Row snapshots in order; for one page the last one wins."""
+    """Row snapshots in order; for one page the last one wins.
 
-    def __init__(self) -> None:
+    Rows are those of all ranks; the device's table has the units of one, `own_units`.
+    """
+
+    def __init__(self, own_units: NDArray[np.int64]) -> None:
+        self._own_units = own_units
         self.clear()
 
     def clear(self) -> None:
@@ -60,6 +64,6 @@ class TableDeltas:
             table.index_copy_(
                 0,
                 torch.from_numpy(pages).to(table.device),
-                torch.from_numpy(np.ascontiguousarray(rows)).to(table.device),
+                torch.from_numpy(rows[:, self._own_units]).to(table.device),
             )
         return [i for i, _ in shadows]

@@ -33,6 +33,8 @@ METRICS: dict[str, str] = {
 
 
 class Evidence:
+    """Figures are sums over ranks; each keeps the books of all."""
+
     def __init__(self, pool: KvirPool) -> None:
         self._pool = pool
         self._finished: deque[dict[str, Any]] = deque(maxlen=FINISHED_KEPT)
@@ -49,7 +51,7 @@ class Evidence:
             return
         res, geo = self._pool.residency, self._pool.residency.geometry
         full = len(state.pages) * geo.unit_count
-        held = res.covered_by(state)
+        held = int(res.covered_by(state).sum())
         self._finished.append(
             {
                 "rid": state.rid,
@@ -70,10 +72,10 @@ class Evidence:
         res, size = self._pool.residency, self._pool.head_page_bytes
         units, count = res.geometry.unit_count, res.counters
         return {
-            "kvir_pool_bytes": res.pool.size * size,
-            "kvir_covered_bytes": res.covered_head_pages * size,
-            "kvir_idle_bytes": res.idle_head_pages * size,
-            "kvir_free_bytes": (res.pool.free + res.pool.quarantined) * size,
+            "kvir_pool_bytes": res.pool.size * res.pool.rank_count * size,
+            "kvir_covered_bytes": int(res.covered_head_pages.sum()) * size,
+            "kvir_idle_bytes": int(res.idle_head_pages.sum()) * size,
+            "kvir_free_bytes": int((res.pool.free + res.pool.quarantined).sum()) * size,
             "kvir_full_kv_bytes": res.pages_in_use * units * size,
             "kvir_peak_covered_bytes": res.peak_covered * size,
             "kvir_peak_full_kv_bytes": res.peak_pages_in_use * units * size,
@@ -97,15 +99,16 @@ class Evidence:
             "kernels": self._pool.kernels_name,
             "units": res.geometry.unit_count,
             "kv_heads": res.geometry.kv_heads,
+            "ranks": res.geometry.ranks.count,
             "head_page_bytes": self._pool.head_page_bytes,
             "physical_tokens": self._pool.physical_tokens,
             "logical_tokens": self._pool.size,
             "head_pages": {
-                "pool": res.pool.size,
-                "free": res.pool.free,
-                "quarantined": res.pool.quarantined,
-                "covered": res.covered_head_pages,
-                "idle": res.idle_head_pages,
+                "pool": res.pool.size * res.pool.rank_count,
+                "free": int(res.pool.free.sum()),
+                "quarantined": int(res.pool.quarantined.sum()),
+                "covered": int(res.covered_head_pages.sum()),
+                "idle": int(res.idle_head_pages.sum()),
                 "peak_resident": res.peak_resident,
                 "peak_covered": res.peak_covered,
                 "peak_full_kv": res.peak_pages_in_use * res.geometry.unit_count,
@@ -115,7 +118,7 @@ class Evidence:
                 {
                     "rid": state.rid,
                     "pages": len(state.pages),
-                    "head_pages_held": res.covered_by(state),
+                    "head_pages_held": int(res.covered_by(state).sum()),
                     "by_unit": state.head_pages_by_unit(res.geometry).tolist(),
                     "selected": None if state.compact is None else state.compact.account(),
                     "cached_tokens": state.cached_tokens,
@@ -131,5 +134,6 @@ class Evidence:
         res = self._pool.residency
         return (
             f"{res.pool.free} free + {res.pool.quarantined} quarantined + {res.idle_head_pages} idle + "
-            f"{res.covered_head_pages} covered of {res.pool.size} head-pages, {len(res.requests)} requests"
+            f"{res.covered_head_pages} covered of {res.pool.size} head-pages on each rank, "
+            f"{len(res.requests)} requests"
         )

@@ -25,6 +25,7 @@ from kvir.lowering.spans import Bounds
 from kvir.lowering.stages import CompactClass, LayoutPlan, Selection
 from kvir.policy_ir.rules import Every, Over, PrefillChunk, PrefillEnd
 from kvir.sglang_ext.geometry import IntArray
+from kvir.sglang_ext.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from kvir.sglang_ext.requests import RequestState
@@ -41,15 +42,17 @@ class Chosen:
     most: IntArray  # [U] rows that go to compact head-pages, at most
     left: IntArray  # [U] last rows that stay where they are, in the partial page
     at: IntArray  # [U] length at which it selects
-    stock: IntArray  # [layers + 1] head-pages for units that are not exact; the last is for any layer
+    stock: IntArray  # [lanes] head-pages for units that are not exact
     passes: BoolArray  # [U] rows of this chunk that come before `at` go from it to the copy, by no dense page
 
 
 class Selections:
     """The selections of a plan: at the end of a prompt, and after tokens that were generated."""
 
-    def __init__(self, layout: LayoutPlan) -> None:
+    def __init__(self, layout: LayoutPlan, ranks: Ranks = ALONE) -> None:
         self._layout = layout
+        self._lane_of_unit: IntArray = ranks.lane_of_unit(layout)
+        self._lanes = ranks.count * (layout.unit_count // layout.kv_heads + 1)
         self._prefill = [(c, c.prefill.selection) for c in layout.compact if c.prefill.selection is not None]
         # by rule: classes that select together
         self._decode: dict[int, list[tuple[CompactClass, Selection, IntArray]]] = {}
@@ -89,7 +92,7 @@ class Selections:
         """What is selected when a prompt has been read up to `end`; None: nothing."""
         if not state.selects:
             return None
-        draft, prompt = _Draft(self._layout), state.prompt_tokens
+        draft, prompt = self._draft(), state.prompt_tokens
         for c, selection in self._prefill:
             units, block = np.asarray(c.units, np.int64), block_tokens(selection.triggers)
             if block is not None:
@@ -132,7 +135,7 @@ class Selections:
         """What is selected when the request has `tokens` tokens, the one of this step included."""
         if not self._decode:
             return None
-        draft = _Draft(self._layout)
+        draft = self._draft()
         for members in self._decode.values():
             held = [_held(state, units, tokens) for _, _, units in members]
             selection = members[0][1]
@@ -150,6 +153,9 @@ class Selections:
         return draft.chosen()
 
     # ---- parts ---------------------------------------------------------------------------------------------
+
+    def _draft(self) -> _Draft:
+        return _Draft(self._layout.unit_count, self._lanes)
 
     def _runs(
         self, selection: Selection, state: RequestState, units: IntArray, held: IntArray, tokens: int
@@ -185,26 +191,27 @@ class Selections:
         return tokens % size if tail_stays(selection, size) else 0
 
     def _stock(self, c: CompactClass, selection: Selection, run: Run, tail: int) -> Iterator[tuple[int, int]]:
-        """(layer, head-pages) that rivals take at most; layer -1: rivals of all layers share them."""
+        """(lane, head-pages) that rivals take at most."""
 
         def most(units: Sequence[int]) -> int:
             return compact_pages(self._layout, units, run, Bounds(tail, tail)).most
 
         if any(quota.scope == "model" for quota in selection.quotas):
-            yield -1, most(c.units)
+            yield self._lanes - 1, most(c.units)  # rivals are of one rank, and any layer
             return
-        layers = np.asarray(c.units) // self._layout.kv_heads
-        for layer in np.unique(layers).tolist():
-            yield layer, most(np.asarray(c.units)[layers == layer].tolist())
+        units = np.asarray(c.units)
+        lanes = self._lane_of_unit[units]
+        for lane in np.unique(lanes).tolist():
+            yield lane, most(units[lanes == lane].tolist())
 
     def _shares(self, runs: Sequence[Run], units: IntArray, extra: IntArray) -> Iterator[tuple[int, int]]:
-        """The same for units that have head-pages already: what they may need beside those, by layer."""
-        layers = units // self._layout.kv_heads
-        for layer in np.unique(layers).tolist():
-            here = np.nonzero(layers == layer)[0]
+        """The same for units that have head-pages already: what they may need beside those."""
+        lanes = self._lane_of_unit[units]
+        for lane in np.unique(lanes).tolist():
+            here = np.nonzero(lanes == lane)[0]
             largest = max((runs[i] for i in here), key=lambda run: run.held.most)
             together = compact_pages(self._layout, units[here].tolist(), largest, NO_ROWS).most
-            yield layer, min(int(extra[here].sum()), together)
+            yield lane, min(int(extra[here].sum()), together)
 
     def _fires(self, selection: Selection, state: RequestState, held: int, tokens: int) -> bool:
         generated = tokens - state.prompt_tokens
@@ -226,12 +233,11 @@ class Selections:
 class _Draft:
     """A `Chosen` while classes are added to it."""
 
-    def __init__(self, layout: LayoutPlan) -> None:
-        count = layout.unit_count
+    def __init__(self, count: int, lanes: int) -> None:
         self._moves, self._exact = np.zeros(count, bool), np.ones(count, bool)
         self._most, self._left = np.zeros(count, np.int64), np.zeros(count, np.int64)
         self._at, self._passes = np.zeros(count, np.int64), np.zeros(count, bool)
-        self._pages = np.zeros(count // layout.kv_heads + 1, np.int64)
+        self._pages = np.zeros(lanes, np.int64)
 
     def add(
         self, units: IntArray, most: IntArray, exact: bool, tail: int, at: int, *, passes: bool = False
@@ -241,8 +247,8 @@ class _Draft:
         self._left[units], self._most[units] = tail, most - tail
 
     def stock_up(self, pages: Iterator[tuple[int, int]]) -> None:
-        for layer, count in pages:
-            self._pages[layer] += count
+        for lane, count in pages:
+            self._pages[lane] += count
 
     def chosen(self) -> Chosen | None:
         if not self._moves.any():

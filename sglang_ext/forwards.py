@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from kvir.kernels.ref.select_offer import Offer
@@ -32,6 +33,23 @@ class Work:
     @property
     def tokens(self) -> int:
         return self.start + self.end - self.begin
+
+
+def works_of(
+    states: list[RequestState],
+    compacts: list[Compact | None],
+    starts: list[int],
+    lens: list[int],
+    phase: Phase,
+) -> list[Work]:
+    """The requests of a batch, in its order."""
+    found: list[Work] = []
+    begin = 0
+    for state, compact, start, length in zip(states, compacts, starts, lens, strict=True):
+        pages = np.array(state.pages, np.int64)
+        found.append(Work(state, begin, begin + length, start, pages, compact, phase))
+        begin += length
+    return found
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvir.lowering.stages import LayoutPlan, PageSpan
+from kvir.sglang_ext.ranks import ALONE, Ranks
 
 NO_WINDOW = 1 << 40  # window_pages of a class that keeps everything
 
@@ -39,7 +40,8 @@ class Geometry:
     c, its pages [0, sink_pages[c]) and [first_window_page(c, n), ceil(n / P)).
     """
 
-    def __init__(self, layout: LayoutPlan) -> None:
+    def __init__(self, layout: LayoutPlan, ranks: Ranks = ALONE) -> None:
+        self.ranks = ranks
         self.page_tokens = layout.page_tokens
         self.unit_count = layout.unit_count
         self.kv_heads = layout.kv_heads
@@ -48,6 +50,17 @@ class Geometry:
         self.class_leaders = np.array([units[0] for units in self.class_units], np.int64)
         self.class_count = len(self.class_units)
         self.class_size = np.array([len(u) for u in self.class_units], np.int64)
+        self.rank_of_unit: IntArray = ranks.rank_of_unit(layout)
+        self.lane_of_unit: IntArray = ranks.lane_of_unit(layout)
+        self.lane_count = ranks.count * (self.layer_count + 1)
+        self.own_heads = ranks.heads(layout.kv_heads)
+        head_of_unit = np.arange(self.unit_count) % self.kv_heads
+        self.own_units: IntArray = np.nonzero(np.isin(head_of_unit, self.own_heads))[0]
+        self.rank_units: IntArray = np.bincount(self.rank_of_unit, minlength=ranks.count)  # [R]
+        # head-pages of each rank per page of the class: [C, R]
+        self.class_ranks = np.stack(
+            [np.bincount(self.rank_of_unit[u], minlength=ranks.count) for u in self.class_units]
+        )
         self.prefill = Spans([c.prefill for c in layout.classes])
         self.decode = Spans([c.decode or c.prefill for c in layout.classes])
         self.selects = np.array([bool(c.selects) for c in layout.classes], bool)  # [C] keeps rows by score
@@ -57,11 +70,10 @@ class Geometry:
             self.unit_sink_pages[units] = 0 if self.selects[c] else self.decode.sink_pages[c]
         kept = [unit for layer in layout.budgeted.decode for unit in layer]
         self.unit_sink_tokens = np.array([r.sink_tokens for r in kept], np.int64)
-        self.layer_of_unit: IntArray = np.arange(self.unit_count) // self.kv_heads
-        self.class_layers: list[IntArray] = [self.layer_of_unit[u] for u in self.class_units]
-        # head-pages of each layer per page of the class, for needs counted per layer: [C, layers]
-        self.layer_units = np.stack(
-            [np.bincount(layers, minlength=self.layer_count) for layers in self.class_layers]
+        self.class_lanes: list[IntArray] = [self.lane_of_unit[u] for u in self.class_units]
+        # head-pages of each lane per page of the class: [C, lanes]
+        self.lane_units = np.stack(
+            [np.bincount(lanes, minlength=self.lane_count) for lanes in self.class_lanes]
         )
 
     def is_full(self, c: int) -> bool:
@@ -72,6 +84,18 @@ class Geometry:
 
     def spans(self, decoding: bool) -> Spans:
         return self.decode if decoding else self.prefill
+
+    def unit_of(self, layer: int, head: int) -> int:
+        """The unit of one of this rank's own heads, counted from its first."""
+        return layer * self.kv_heads + self.own_heads.start + head
+
+    def any_lane(self, lane: int) -> int:
+        """The lane that stands for any layer of the same rank."""
+        return lane - lane % (self.layer_count + 1) + self.layer_count
+
+    def by_rank(self, lanes: IntArray) -> IntArray:
+        """[R] sums of counts by lane."""
+        return lanes.reshape(self.ranks.count, -1).sum(1)
 
     def pages_of(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)

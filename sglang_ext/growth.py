@@ -52,9 +52,9 @@ class Growth:
         stop = int(self._chosen.at[unit] - self._chosen.left[unit]) // page_tokens
         return (start, stop) if start < stop else (0, 0)
 
-    def needed_per_layer(self) -> IntArray:
-        """[layers + 1] head-pages that this takes; the last, of any layer, is none."""
+    def needed(self) -> IntArray:
+        """[lanes] head-pages that this takes."""
         pages = np.zeros(self._geometry.class_count, np.int64)
         for c, keep, held in self.classes():
             pages[c] = int((keep | held).sum())
-        return np.append(pages @ self._geometry.layer_units, 0)
+        return pages @ self._geometry.lane_units

@@ -26,11 +26,14 @@ class HeldRows:
 
 
 class RowReader:
-    def __init__(self, pool: KvirPool, kv_heads: int) -> None:
-        self._pool, self._kv_heads = pool, kv_heads
+    """Units are (layer, KV head of the model)."""
+
+    def __init__(self, pool: KvirPool) -> None:
+        self._pool = pool
+        self._kv_heads, self._heads = pool.plan.layout.kv_heads, pool.residency.geometry.own_heads
 
     def prompt(self, layer: int, pages: IntArray, start: int, k: torch.Tensor, v: torch.Tensor) -> HeldRows:
-        """All heads, all tokens so far: `start` tokens from the pool, then the chunk k, v [T, Hkv, D]."""
+        """This rank's heads, all tokens so far: `start` from the pool, then the chunk k, v [T, Hkv, D]."""
         if not start:
             return HeldRows(k, v)
         before = self.layer(layer, pages, start)
@@ -42,10 +45,10 @@ class RowReader:
         return HeldRows(empty, empty, torch.empty(0, dtype=torch.int64))
 
     def layer(self, layer: int, pages: IntArray, tokens: int) -> HeldRows:
-        """All heads, from the dense pages of the first `tokens` tokens."""
-        pool, unit = self._pool, layer * self._kv_heads
+        """All heads of this rank, from the dense pages of the first `tokens` tokens."""
+        pool, unit = self._pool, layer * len(self._heads)
         logical = torch.from_numpy(pages[: -(-tokens // pool.page_size)])
-        head_pages = pool.table[logical, unit : unit + self._kv_heads].long()
+        head_pages = pool.table[logical, unit : unit + len(self._heads)].long()
         # [pages, Hkv, 2, P, D] -> [2, pages * P, Hkv, D]
         rows = pool.kv[head_pages].permute(2, 0, 3, 1, 4).flatten(1, 2)[:, :tokens]
         return HeldRows(rows[0], rows[1])
@@ -77,7 +80,8 @@ class RowReader:
 
     def _dense_pages(self, unit: tuple[int, int], pages: IntArray, first: int, tokens: int) -> torch.Tensor:
         logical = torch.from_numpy(pages[first : -(-tokens // self._pool.page_size)])
-        return self._pool.table[logical, unit[0] * self._kv_heads + unit[1]].long()
+        layer, head = unit[0], unit[1] - self._heads.start
+        return self._pool.table[logical, layer * len(self._heads) + head].long()
 
     def _one(
         self, head_pages: torch.Tensor, start: int, stop: int, positions: torch.Tensor | None

@@ -55,8 +55,12 @@ def build_pool(
     plan = _plan()
     if plan is None:
         return original(self, sizes=sizes, req_to_token_pool=req_to_token_pool, **kwargs)
-    from kvir.sglang_ext.pool import KvirPool
+    from sglang.srt.runtime_context import get_parallel
 
+    from kvir.sglang_ext.pool import KvirPool
+    from kvir.sglang_ext.ranks import Ranks
+
+    parallel = get_parallel()
     return KvirPool(
         plan,
         logical_tokens=sizes.max_total_num_tokens,
@@ -64,6 +68,7 @@ def build_pool(
         shadow_rows=req_to_token_pool.req_to_token.shape[0],
         dtype=self.kv_cache_dtype,
         device=self.device,
+        ranks=Ranks(parallel.attn_tp_size, parallel.attn_tp_rank),
     )
 
 
@@ -105,7 +110,7 @@ def tell_budget(original: Callable[..., Any], self: Any, req: Req, *args: Any, *
     budget = self.memory_budget
     if isinstance(budget, KvirPrefillBudget):
         budget.new_token_ratio = self.new_token_ratio
-        budget.credit_head_pages = 0
+        budget.credit_head_pages = budget.no_head_pages
         if req.prefix_len:
             ids = budget.tree_cache.prefix_device_indices(req)[: req.prefix_len : budget.page_size]
             budget.credit_head_pages = shared_credit(budget, (ids // budget.page_size).cpu().numpy())
@@ -175,6 +180,16 @@ def after_scheduler_init(_result: Any, self: Any, *_args: Any, **_kwargs: Any) -
         publish_metrics(self)
 
 
+# ---- ranks -------------------------------------------------------------------------------------------------
+
+
+def no_nccl_on_cpu(original: Callable[..., Any], self: Any, group: Any, device: Any, **kwargs: Any) -> Any:
+    if _plan() is None or str(device) != "cpu":
+        return original(self, group, device, **kwargs)
+    self.available, self.disabled = False, True
+    return None
+
+
 CONFIGURATOR = "mem_cache.kv_cache_configurator.KVCacheConfigurator."
 INTERNAL_STATE = "managers.scheduler_components.internal_state.SchedulerInternalStateController."
 HOOKS: tuple[Hook, ...] = (
@@ -211,6 +226,12 @@ HOOKS: tuple[Hook, ...] = (
         "the queries that a selection observes are computed, never taken from the cache",
     ),
     Hook(INTERNAL_STATE + "get_internal_state", "after", add_internal_state, "evidence in /server_info"),
+    Hook(
+        "distributed.device_communicators.pynccl.PyNcclCommunicator.__init__",
+        "around",
+        no_nccl_on_cpu,
+        "ranks on a CPU have gloo; 0.5.23 asks for a CUDA device there",
+    ),
     Hook(
         "managers.scheduler.Scheduler.__init__",
         "after",

@@ -13,13 +13,11 @@ from kvir.sglang_ext.forwards import LayerCall
 from kvir.sglang_ext.held_rows import HeldRows
 
 
-def reference(
-    rule: Rule, q: torch.Tensor | None, tokens: int, call: LayerCall, group: int
-) -> Reference | None:
+def reference(rule: Rule, q: torch.Tensor | None, tokens: int, call: LayerCall) -> Reference | None:
     """What a rule's merges refer to, given the last queries [W, Hq, D] of a sequence; None: it evicts."""
     if not isinstance(rule.overflow, Merge) or q is None:
         return None
-    return Reference(rule.overflow, q, tokens, call.scale, call.logit_cap, group)
+    return Reference(rule.overflow, q, tokens, call.scale, call.logit_cap)
 
 
 @dataclass(frozen=True)
@@ -31,12 +29,13 @@ class Reference:
     tokens: int
     scale: float
     logit_cap: float
-    group: int  # query heads of a KV head
 
-    def apply(self, held: HeldRows, kept: torch.Tensor, candidates: tuple[int, int], head: int) -> HeldRows:
-        """The rows `kept` of one head, with the others in those that were candidates."""
+    def apply(
+        self, held: HeldRows, kept: torch.Tensor, candidates: tuple[int, int], query_heads: slice
+    ) -> HeldRows:
+        """The rows `kept` of one KV head, with the others in those that were candidates."""
         into = kept[(kept >= candidates[0]) & (kept < candidates[1])]
-        q = self.q[-self.spec.queries :, head * self.group : (head + 1) * self.group]
+        q = self.q[-self.spec.queries :, query_heads]
         rows = held.k.shape[0]
         positions = torch.arange(rows) if held.positions is None else held.positions
         bias = torch.zeros(rows) if held.bias is None else held.bias

@@ -81,7 +81,9 @@ def _register_resolution() -> None:
         config = resolving_view(args)
         if config.kv_ir is not None:
             refusals.check_resolved(config)
-            declare_graphs(args, config, plan_of(args, config))
+            plan = plan_of(args, config)
+            refusals.check_ranks(plan, config.tp_size)
+            declare_graphs(args, config, plan)
 
 
 def _register_factories() -> None:

@@ -12,14 +12,17 @@ from sglang.srt.mem_cache.memory_pool import KVCache
 
 from kvir.kernels.ops import FULL, Bounds, Cache
 from kvir.lowering.stages import ExecutionPlan, Retention
+from kvir.lowering.tensor_parallel import rank_layout
 from kvir.sglang_ext.geometry import Geometry
+from kvir.sglang_ext.ranks import ALONE, Ranks
 from kvir.sglang_ext.residency import Residency
 
 logger = logging.getLogger(__name__)
 
 
 class KvirPool(KVCache):
-    """Physical memory of `physical_tokens` full-KV tokens behind `logical_tokens` logical token ids.
+    """Physical memory of `physical_tokens` full-KV tokens behind `logical_tokens` logical token ids: that of
+    one rank, whose layout is `own`; the residency has the books of all ranks.
 
     SGLang's dense getters raise: whatever would touch the pool past the residency table is a bug.
     """
@@ -33,10 +36,11 @@ class KvirPool(KVCache):
         shadow_rows: int,
         dtype: torch.dtype,
         device: str,
+        ranks: Ranks = ALONE,
     ) -> None:
-        layout = plan.layout
+        self.own = layout = rank_layout(plan.layout, ranks.count, ranks.rank)
         page_tokens = layout.page_tokens
-        geometry = Geometry(layout)
+        geometry = Geometry(plan.layout, ranks)
         super().__init__(logical_tokens, page_tokens, dtype, geometry.layer_count, device, False)
         self.plan = plan
         self.physical_tokens = physical_tokens
@@ -64,10 +68,10 @@ class KvirPool(KVCache):
             shape = self.head_page_count, page_tokens
             self.bias = torch.zeros(shape, dtype=torch.float32, device=device)
         rows = page_count + shadow_rows + spare_rows
-        self.table = torch.full((rows, layout.unit_count), -1, dtype=torch.int32, device=device)
+        self.table = torch.full((rows, len(geometry.own_units)), -1, dtype=torch.int32, device=device)
         self.cache = Cache(kv=self.kv, table=self.table, bias=self.bias)
-        self.prefill_bounds = _bounds(plan.budgeted.prefill, device)
-        self.decode_bounds = _bounds(plan.budgeted.decode, device)
+        self.prefill_bounds = _bounds(plan.budgeted.prefill, geometry.own_heads, device)
+        self.decode_bounds = _bounds(plan.budgeted.decode, geometry.own_heads, device)
         self.mem_usage = self.head_page_count * self.head_page_bytes / (1 << 30)
         logger.info(
             "kvir: plan %r: %d head-pages of %d bytes = %.1f MiB, table %.1f MiB, %d logical tokens, "
@@ -85,7 +89,7 @@ class KvirPool(KVCache):
         """Table rows for compact pages.  A row holds a head-page of every unit at best, of one unit at worst;
         this many let an average of 16 share a row, at under a hundredth of the pool's bytes.
         """
-        return min(self.head_page_count, self.head_page_count // min(16, geometry.unit_count) + 1024)
+        return min(self.head_page_count, self.head_page_count // min(16, len(geometry.own_units)) + 1024)
 
     def reset_residency(self) -> None:
         self.residency.reset()
@@ -106,8 +110,8 @@ class KvirPool(KVCache):
     set_kv_buffer = _no_dense_view
 
 
-def _bounds(retention: tuple[tuple[Retention, ...], ...], device: str) -> Bounds:
-    units = [unit for layer in retention for unit in layer]
+def _bounds(retention: tuple[tuple[Retention, ...], ...], heads: range, device: str) -> Bounds:
+    units = [layer[head] for layer in retention for head in heads]
     return Bounds(
         sink=torch.tensor([u.sink_tokens for u in units], dtype=torch.int32, device=device),
         recent=torch.tensor(

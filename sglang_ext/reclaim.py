@@ -46,36 +46,36 @@ class Reclaimer:
     def add(self, entries: list[Entry], *, tail: bool) -> None:
         (self._tails if tail else self._interior).extend(entries)
 
-    def make_room(self, wanted: int, tree: EvictableTree | None, *, interior_only: bool = False) -> bool:
-        """Free head-pages until `wanted` can be taken; False if that is not possible."""
+    def make_room(self, wanted: IntArray, tree: EvictableTree | None, *, interior_only: bool = False) -> bool:
+        """Free head-pages until `wanted` [R] can be taken; False if that is not possible."""
         res = self._residency
-        if res.pool.free >= wanted:
+        if not self._short(wanted):
             return True
         self._drop(self._interior, wanted)
         if interior_only:
-            return res.pool.free >= wanted
-        while res.pool.free < wanted and tree is not None:
+            return not self._short(wanted)
+        while self._short(wanted) and tree is not None:
             res.counters["tree_evictions"] += 1
             if tree.evict_pages(EVICT_PAGES_PER_CALL) == 0:
                 break
         self._drop(self._tails, wanted)
-        if res.pool.free < wanted:
+        if self._short(wanted):
             self._drop(deque(res.idle_cells()), wanted, sinks=True)
-        return res.pool.free >= wanted
+        return not self._short(wanted)
 
-    def _drop(self, queue: deque[Entry], wanted: int, *, sinks: bool = False) -> None:
-        res = self._residency
-        while queue and res.pool.free < wanted:
-            page, c, epoch = queue.popleft()
+    def _short(self, wanted: IntArray) -> bool:
+        return bool((self._residency.pool.free < wanted).any())
+
+    def _drop(self, queue: deque[Entry], wanted: IntArray, *, sinks: bool = False) -> None:
+        res, spared = self._residency, list[Entry]()
+        while queue and self._short(wanted):
+            page, c, epoch = entry = queue.popleft()
             if res.epoch[page, c] != epoch or not res.is_reclaimable(page, c, sinks=sinks):
                 res.counters["stale_entries"] += 1
                 continue
+            if not res.geometry.class_ranks[c][res.pool.free < wanted].any():
+                spared.append(entry)  # of ranks that have enough
+                continue
             res.drop_idle(np.array([page]), c)
             res.counters["tombstoned"] += 1
-
-
-def missing_per_layer(needed: IntArray, quarantined: IntArray) -> int:
-    """Head-pages that must come from the free stack when layer l needs needed[l] and may reuse
-    quarantined[l]; both [layers + 1], the last for any layer.
-    """
-    return int(np.maximum(needed - quarantined, 0).sum())
+        queue.extendleft(reversed(spared))

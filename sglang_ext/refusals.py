@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvir.lowering.stages import ExecutionPlan
 from kvir.sglang_ext.errors import KvirError
+from kvir.sglang_ext.ranks import cannot_be_split
 
 if TYPE_CHECKING:
     from kvir.sglang_ext.server_args import KvirServerArgs
 
 PAGE_TOKENS = 16
 BACKEND = "kvir"
+_OTHER_RANKS = "use --tp-size 1, another number of ranks, or rules whose heads select by themselves"
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "rolled-back drafts would need rows that a policy has dropped", _is(None), ("speculative_algorithm",)
     ),
     Refusal("KV transfer between servers reads dense buffers", _is("null", None), ("disaggregation_mode",)),
-    Refusal("heads are not split over ranks yet", _is(1), ("tp_size",), "use --tp-size 1"),
     Refusal("layers are not split over ranks yet", _is(1), ("pp_size",), "use --pp-size 1"),
+    Refusal("ranks would have other requests", _off, ("enable_dp_attention",)),
     Refusal(
         "replicas in one process are not tested",
         _is(1),
@@ -124,6 +127,16 @@ def check_raw(args: KvirServerArgs) -> None:
 def check_resolved(config: Any) -> None:
     """The same questions, asked of what resolution made of the arguments."""
     _check(lambda field: getattr(config, field))
+
+
+def check_ranks(plan: ExecutionPlan, tp_size: int) -> None:
+    """Raises KvirError if the heads of a plan cannot be spread over that many ranks."""
+    found = [
+        f"error: --kv-ir does not go together with --tp-size {tp_size}: {why}\n  help: {_OTHER_RANKS}"
+        for why in cannot_be_split(plan, tp_size)
+    ]
+    if found:
+        raise KvirError("\n".join(found))
 
 
 def _check(value_of: Callable[[str], Any]) -> None:

@@ -66,8 +66,9 @@ class RequestState:
     rid: str = ""
     prompt_tokens: int = 0  # tokens to prefill this time (after a retraction: prompt and outputs so far)
     max_new_tokens: int = 0
-    peak_pages: int = 0  # the most head-pages that it holds on its way to the end ...
-    growth_peak_pages: int = 0  # ... and once its prompt is done
+    # [R] the most head-pages that it holds on its way to the end, and once its prompt is done
+    peak_pages: IntArray = field(default_factory=lambda: np.zeros(1, np.int64))
+    growth_peak_pages: IntArray = field(default_factory=lambda: np.zeros(1, np.int64))
     cached_tokens: int = 0
     retractions: int = 0
 
@@ -94,7 +95,10 @@ class RequestState:
         inside = (index < self.sinks[c]) | (index >= self.first[c])
         return inside & ((index < start) | (index >= stop))
 
-    def covered_head_pages(self, class_size: IntArray) -> int:
-        """Head-pages that the request covers now, shared ones included; `class_size` [C] in units."""
-        held = sum(len(index) * int(class_size[c]) for c, index in self.held)
-        return int(self._kept_pages() @ class_size) + held + (self.compact.head_pages if self.compact else 0)
+    def covered_head_pages(self, geometry: Geometry) -> IntArray:
+        """[R] head-pages that the request covers now, shared ones included."""
+        pages = self._kept_pages()
+        for c, index in self.held:
+            pages[c] += len(index)
+        covered = pages @ geometry.class_ranks
+        return covered if self.compact is None else covered + self.compact.head_pages_by_rank

@@ -14,7 +14,7 @@ from kvir.sglang_ext.compact import CompactStore
 from kvir.sglang_ext.folding import Chosen
 from kvir.sglang_ext.geometry import Geometry, IntArray
 from kvir.sglang_ext.growth import Growth
-from kvir.sglang_ext.reclaim import Entry, EvictableTree, Reclaimer, missing_per_layer
+from kvir.sglang_ext.reclaim import Entry, EvictableTree, Reclaimer
 from kvir.sglang_ext.requests import Landmarks, RequestState
 
 
@@ -62,8 +62,8 @@ class Residency(Cells):
     def end_step(self) -> None:
         self._in_extend = False
         self.version += 1
-        self.peak_resident = max(self.peak_resident, self.pool.resident)
-        self.peak_covered = max(self.peak_covered, self.covered_head_pages)
+        self.peak_resident = max(self.peak_resident, int(self.pool.resident.sum()))
+        self.peak_covered = max(self.peak_covered, int(self.covered_head_pages.sum()))
         self.peak_pages_in_use = max(self.peak_pages_in_use, self.pages_in_use)
         self.peak_requests = max(self.peak_requests, len(self.requests))
 
@@ -89,7 +89,7 @@ class Residency(Cells):
             raise RuntimeError("kvir: a page is uncovered twice")
         self.cover[pages, c] -= 1
         idle = self.cover[pages, c] == 0
-        size = int(self.geometry.class_size[c])
+        size = self.geometry.class_ranks[c]  # [R]
         self.idle_head_pages += int(idle.sum()) * size
         if closing:
             return  # the tree keeps what it owns as cache; the rest is released with its logical pages
@@ -226,9 +226,9 @@ class Residency(Cells):
         self.unread(np.array(state.pages, np.int64))
         self.version += 1
 
-    def covered_by(self, state: RequestState) -> int:
-        """Head-pages that the request covers now (shared ones included)."""
-        return state.covered_head_pages(self.geometry.class_size)
+    def covered_by(self, state: RequestState) -> IntArray:
+        """[R] head-pages that the request covers now (shared ones included)."""
+        return state.covered_head_pages(self.geometry)
 
     # ---- the tree takes pages over -------------------------------------------------------------------------
 
@@ -266,12 +266,10 @@ class Residency(Cells):
     def make_room_for_extend(
         self, needed: IntArray, tree: EvictableTree | None, *, interior_only: bool = False
     ) -> bool:
-        """For an extend that allocates needed[l] head-pages in layer l; what just slid out helps its own
-        layer.
-        """
+        """For an extend that allocates needed[lane] head-pages; what just slid out helps its own lane."""
 
-        def short() -> int:
-            return missing_per_layer(needed, self.pool.quarantined_by_layer())
+        def short() -> IntArray:
+            return self.geometry.by_rank(np.maximum(needed - self.pool.quarantined_by_lane(), 0))
 
         ok = self.reclaimer.make_room(short(), tree, interior_only=interior_only)
         # last resort: tree pages that slid out just now are read still, but may serve their layer
@@ -280,8 +278,8 @@ class Residency(Cells):
             for page, c, epoch in entries:
                 self.still_read[page, c] = False
                 if self.epoch[page, c] == epoch and self.is_reclaimable(page, c):
-                    self.idle_head_pages -= int(self.geometry.class_size[c])
+                    self.idle_head_pages -= self.geometry.class_ranks[c]
                     self.drop(np.array([page]), c, still_read=True)
                     self.counters["tombstoned_at_once"] += 1
-            ok = self.pool.free >= short()
+            ok = bool((self.pool.free >= short()).all())
         return ok

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from kvir.kernels.ref.compact import compact as copy_rows
@@ -22,14 +21,13 @@ from kvir.kernels.score_ops import ScoreInputs
 from kvir.lowering.stages import ExecutionPlan
 from kvir.policy_ir.nodes import Phase
 from kvir.sglang_ext.blocks import attend_block, blocks, extended, left
-from kvir.sglang_ext.compact import Compact
-from kvir.sglang_ext.forwards import LayerCall, Work, score_inputs
+from kvir.sglang_ext.forwards import LayerCall, Work, score_inputs, works_of
 from kvir.sglang_ext.held_rows import HeldRows, RowReader
 from kvir.sglang_ext.merging import reference
 from kvir.sglang_ext.model_parts import ModelParts, needed
 from kvir.sglang_ext.observing import LayerMemory, Wants
 from kvir.sglang_ext.pool import KvirPool
-from kvir.sglang_ext.requests import RequestState
+from kvir.sglang_ext.ranks import Exchange
 from kvir.sglang_ext.selecting_rules import Selecting, merge_queries, rule_scores, selecting_rules
 
 if TYPE_CHECKING:
@@ -39,10 +37,14 @@ if TYPE_CHECKING:
 class RowSelection:
     """What a plan selects, and what that takes to remember."""
 
-    def __init__(self, plan: ExecutionPlan, pool: KvirPool, model: torch.nn.Module) -> None:
+    def __init__(
+        self, plan: ExecutionPlan, pool: KvirPool, model: torch.nn.Module, exchange: Exchange | None = None
+    ) -> None:
         self._pool = pool
-        self._rows = RowReader(pool, plan.layout.kv_heads)
+        self._rows = RowReader(pool)
         self._kv_heads = plan.layout.kv_heads
+        self._heads = pool.residency.geometry.own_heads  # this rank's; heads are counted through the model
+        self._exchange = exchange
         self._group = plan.layout.query_heads // plan.layout.kv_heads
         self._rules: dict[Phase, dict[int, Selecting]] = {
             "prefill": selecting_rules(plan, "prefill"),
@@ -73,30 +75,14 @@ class RowSelection:
     def of_extend(self, allocator: KvirAllocator, starts: list[int], lens: list[int]) -> list[Work]:
         """The requests of the extend that is launched now, in batch order."""
         states = [state for state, _, _ in allocator.extending]
-        return self._work(states, allocator.compacting, starts, lens, "prefill")
+        return works_of(states, allocator.compacting, starts, lens, "prefill")
 
     def of_decode(self, allocator: KvirAllocator, lens: list[int]) -> list[Work]:
         """The same of a decode step; lens count the step's own token."""
         if not self._decoding:
             return []
         starts = [length - 1 for length in lens]
-        return self._work(allocator.decoding, allocator.compacting, starts, [1] * len(lens), "decode")
-
-    def _work(
-        self,
-        states: list[RequestState],
-        compacts: list[Compact | None],
-        starts: list[int],
-        lens: list[int],
-        phase: Phase,
-    ) -> list[Work]:
-        found: list[Work] = []
-        begin = 0
-        for state, compact, start, length in zip(states, compacts, starts, lens, strict=True):
-            pages = np.array(state.pages, np.int64)
-            found.append(Work(state, begin, begin + length, start, pages, compact, phase))
-            begin += length
-        return found
+        return works_of(allocator.decoding, allocator.compacting, starts, [1] * len(lens), "decode")
 
     # ---- once per layer ------------------------------------------------------------------------------------
 
@@ -116,28 +102,32 @@ class RowSelection:
         """Heads of a request whose attention goes block by block (`attend_blocks`)."""
         if not work.state.selects:
             return []
-        return sorted(head for _, each in self._blocks.get(layer, ()) for head in each.governed[layer])
+        return sorted(h for _, each in self._blocks.get(layer, ()) for h in self._own(each, layer))
+
+    def _own(self, each: Selecting, layer: int) -> list[int]:
+        """Heads of a layer that a rule governs, those of this rank."""
+        return [head for head in each.governed.get(layer, ()) if head in self._heads]
 
     def attend_blocks(self, work: Work, call: LayerCall, out: torch.Tensor) -> None:
         """Attention and selections of those heads; out [T, Hq, D] of the batch is written."""
         memory = self._memory(work, call, self._wants[call.index])
-        group, span = self._group, slice(work.begin, work.end)
+        span = slice(work.begin, work.end)
         prompt = work.state.prompt_tokens
         q, k, v = call.q[span], call.k[span], call.v[span]
         before = memory.queries
         for number, each in self._blocks[call.index]:
             assert each.block_tokens is not None
             memory.queries = before
-            held = {h: self._before(work, call.index, h) for h in each.governed[call.index]}
+            held = {h: self._before(work, call.index, h) for h in self._own(each, call.index)}
             for block in blocks(work.start, work.tokens, prompt, each.block_tokens):
                 part = slice(block.start - work.start, block.stop - work.start)
                 rows = slice(work.begin + part.start, work.begin + part.stop)
                 for head, old in held.items():
-                    heads = slice(head * group, (head + 1) * group)
+                    i, heads = head - self._heads.start, self._query_heads(head)
                     out[rows, heads] = attend_block(
-                        q[part, heads], old, k[part, head], v[part, head], call.scale, call.logit_cap
+                        q[part, heads], old, k[part, i], v[part, i], call.scale, call.logit_cap
                     )
-                    held[head] = extended(old, k[part, head], v[part, head], block.start)
+                    held[head] = extended(old, k[part, i], v[part, i], block.start)
                 memory.remember(q[part])
                 # before the first block that can drop rows, a prefix hit may have left too few queries
                 if block.ends and block.stop >= work.state.first_drop_tokens:
@@ -169,6 +159,8 @@ class RowSelection:
                 for unit, rows in choose(each.rule, offers, each.governed, work.tokens).items():
                     self._copy(work, unit, rows, self._rows.dense(unit, work.pages, work.tokens))
             if layer == max(self._wants):
+                if self._exchange is not None:
+                    self._exchange.complete(work.compact)
                 self._pool.residency.compacts.publish(work.compact)
 
     # ---- parts ---------------------------------------------------------------------------------------------
@@ -190,8 +182,8 @@ class RowSelection:
         chosen = None if work.compact is None else work.compact.chosen
         if chosen is not None and held is not None:
             unit0, apart = call.index * self._kv_heads, self.heads_in_blocks(work, call.index)
-            heads = [h for h in range(self._kv_heads) if chosen.moves[unit0 + h] and h not in apart]
-            self._select(work, call, memory, {head: held.of(head) for head in heads}, held)
+            heads = [h for h in self._heads if chosen.moves[unit0 + h] and h not in apart]
+            self._select(work, call, memory, {h: held.of(h - self._heads.start) for h in heads}, held)
         memory.forget_sums()
         if call.index not in self._decoding:
             del work.state.memory[call.index]
@@ -203,7 +195,7 @@ class RowSelection:
         if work.compact is None or chosen is None:
             return
         unit0 = call.index * self._kv_heads
-        heads = [h for h in range(self._kv_heads) if chosen.moves[unit0 + h]]
+        heads = [h for h in self._heads if chosen.moves[unit0 + h]]
         if not heads:
             return
         if any(work.compact.moved[unit0 + h] for h in heads):
@@ -211,7 +203,7 @@ class RowSelection:
             self._select(work, call, memory, rows, None)
             return
         held = self._rows.layer(call.index, work.pages, work.tokens)
-        self._select(work, call, memory, {head: held.of(head) for head in heads}, held)
+        self._select(work, call, memory, {h: held.of(h - self._heads.start) for h in heads}, held)
 
     def _memory(self, work: Work, call: LayerCall, wants: Wants) -> LayerMemory:
         memory = work.state.memory.get(call.index)
@@ -239,13 +231,13 @@ class RowSelection:
             if each.waits:
                 work.offers.setdefault(number, []).append(offered)
                 continue
-            fold = reference(each.rule, memory.queries, work.tokens, call, self._group)
+            fold = reference(each.rule, memory.queries, work.tokens, call)
             for unit, kept in choose(each.rule, [offered], each.governed, prompt).items():
                 held, head = rows[unit[1]], unit[1]
                 if fold is None:
                     self._copy(work, unit, kept, held)
                 else:
-                    merged = fold.apply(held, kept, offered.units[head].candidates, head)
+                    merged = fold.apply(held, kept, offered.units[head].candidates, self._query_heads(head))
                     self._copy(work, unit, None, merged)
 
     def _offer(
@@ -260,7 +252,7 @@ class RowSelection:
     ) -> Offer:
         """What a rule's heads put up at length `tokens`; `together`: the layer's rows, if all hold them."""
         each, of_layer = self._rules[work.phase][number], self._inputs(call, memory, tokens)
-        if together is not None and len(rows) == self._kv_heads:
+        if together is not None and len(rows) == len(self._heads):
             states = [LayerState(replace(of_layer, k=together.k, v=together.v), tuple(rows))]
         else:
             states = [LayerState(self._of_head(of_layer, head, held), (head,)) for head, held in rows.items()]
@@ -270,13 +262,18 @@ class RowSelection:
         """Of all heads of a layer, without the rows."""
         inputs = score_inputs(self._wants[call.index].needs, self._parts, call, memory)
         seen = 0 if inputs.q_obs is None else inputs.q_obs.shape[0]
-        return replace(inputs, q_positions=torch.arange(tokens - seen, tokens))
+        positions = torch.arange(tokens - seen, tokens)
+        return replace(inputs, q_positions=positions, first_head=self._heads.start)
 
     def _of_head(self, inputs: ScoreInputs, head: int, held: HeldRows) -> ScoreInputs:
-        group = self._group
-        mine = of_query_heads(inputs, slice(head * group, (head + 1) * group))
+        mine = of_query_heads(inputs, self._query_heads(head))
         bias = None if held.bias is None else held.bias[:, None]
         return replace(mine, k=held.k, v=held.v, first_head=head, positions=held.positions, bias=bias)
+
+    def _query_heads(self, head: int) -> slice:
+        """Those of a KV head, among this rank's."""
+        first = (head - self._heads.start) * self._group
+        return slice(first, first + self._group)
 
     def _copy(self, work: Work, unit: Unit, kept: torch.Tensor | None, held: HeldRows) -> None:
         """Fill the compact head-pages of one unit with the kept ones of its rows; None: all of them."""
@@ -289,7 +286,7 @@ class RowSelection:
             kept = torch.arange(held.k.shape[0])
         positions = kept if held.positions is None else held.positions[kept]
         moved = positions < int(compact.chosen.at[number] - compact.chosen.left[number])
-        pages = torch.from_numpy(compact.place(number, layer, positions[moved].numpy()))
+        pages = torch.from_numpy(compact.place(number, positions[moved].numpy()))
         copy_rows(held.k[:, 0], held.v[:, 0], kept[moved], self._pool.kv, pages)
         if self._pool.bias is not None:
             copy_biases(held.bias, kept[moved], self._pool.bias, pages)

@@ -42,7 +42,7 @@ def _is_bound(hook: Hook) -> bool:
 
 def check_kernels(pool: KvirPool, name: str) -> None:
     """Raises RuntimeError if the kernels called `name` are wrong here, in the shapes of the plan."""
-    layout, facts = pool.plan.layout, pool.plan.model
+    layout, facts = pool.own, pool.plan.model
     shapes = Shapes(
         query_heads=layout.query_heads,
         kv_heads=layout.kv_heads,

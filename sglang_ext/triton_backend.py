@@ -40,7 +40,7 @@ class KvirTritonBackend(KvirAttentionBackend):
         self._recent = bounds.recent.cpu().numpy()
 
     def _make_decoder(self, batch: int) -> Decoder:
-        layout = self.pool.plan.layout
+        layout = self.pool.own
         q = torch.empty((1, layout.query_heads, layout.head_dim), dtype=self.pool.kv.dtype)
         sizes = Sizes(
             batch=batch,
@@ -93,13 +93,12 @@ class KvirTritonBackend(KvirAttentionBackend):
 
     def _placed(self, lens: list[int]) -> list[Placed | None]:
         """Of each request whose rows were compacted, where they are and what its units see."""
-        geometry = self.pool.residency.geometry
         found: list[Placed | None] = []
         for state, tokens in zip(self.allocator.decoding, lens, strict=False):  # lens may be padded
             if state.compact is None:
                 found.append(None)
                 continue
-            _, sink, recent = state.compact.decode_view(geometry, tokens, self._recent)
+            _, sink, recent = state.compact.decode_view(tokens, self._recent)
             rows = np.asarray(state.compact.spare_rows)
             found.append(Placed(*(torch.from_numpy(x.astype(np.int32)) for x in (rows, sink, recent))))
         return found

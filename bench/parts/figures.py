@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from evaluation.oracle import LOGPROB_TOLERANCE, Agreement
+from evaluation.rounding import Ties
 from evaluation.server import ServerError
 
 STARTED = time.monotonic()
@@ -30,10 +31,15 @@ class Figures:
         self.ok &= ok
         say(line)
 
-    def agreement(self, name: str, agreement: Agreement) -> None:
+    def agreement(self, name: str, agreement: Agreement, explain: Callable[[], Ties] | None = None) -> None:
+        """`explain`: asks whether requests that are off by more than rounding are ties that it decided."""
         equal = agreement.equal == agreement.tokens and not agreement.nan
         self.add(f"{name}_tokens_equal", f"{agreement.equal}/{agreement.tokens}", ok=equal)
         close = agreement.worst_logprob <= LOGPROB_TOLERANCE
+        if not close and equal and explain is not None:
+            found = explain()
+            close = found.explained == found.off
+            self.add(f"{name}_ties_decided_by_rounding", found, ok=close)
         self.add(f"{name}_worst_logprob", f"{agreement.worst_logprob:.1e}", ok=close)
 
     def show(self) -> None:

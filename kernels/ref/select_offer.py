@@ -127,7 +127,8 @@ def _scored(
     lengths = Lengths(length, prompt, inside, most)
     mean = most
     if not prefers:
-        units = [(part.inputs.layer, head) for part in parts for head in part.heads]
+        layer = parts[0].inputs.layer  # all its heads that the rule governs, wherever they are computed
+        units = [(layer, head) for head in governed[layer]]
         budgets = [own_budget(term, unit, governed, lengths) for unit in units]
         known = [max(0, min(b, most)) for b in budgets if b is not None]
         # a score that depends on the budget is given the mean of its layer

@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 
+from kvir.lowering.pipeline import lower
+from kvir.policy_ir.parse import parse
 from kvir.sglang_ext import refusals
 from kvir.sglang_ext.errors import KvirError
-from kvir.sglang_ext.refusals import REFUSALS, check_raw, check_resolved, flag_of
+from kvir.sglang_ext.refusals import REFUSALS, check_ranks, check_raw, check_resolved, flag_of
 from kvir.sglang_ext.server_args import KvirServerArgs
+from support.models import made
 
 # a value that kvir cannot serve, for every field that is not a plain switch
 BAD: dict[str, Any] = {
     "speculative_algorithm": "EAGLE",
     "disaggregation_mode": "prefill",
-    "tp_size": 2,
     "pp_size": 2,
     "dp_size": 2,
     "dcp_size": 2,
@@ -81,8 +83,43 @@ def test_what_goes_together(field: str, value: object, policy: str) -> None:
 
 def test_all_reasons_at_once(policy: str) -> None:
     with pytest.raises(KvirError) as refused:
-        check_raw(arguments(policy, tp_size=2, enable_mixed_chunk=True))
+        check_raw(arguments(policy, pp_size=2, enable_mixed_chunk=True))
     assert str(refused.value).count("error: ") == 2
+
+
+@pytest.mark.parametrize(
+    ("rules", "ranks", "why"),
+    [
+        ("[{keep: all}]", 4, "12 query heads and 6 KV heads do not divide over 4 ranks"),
+        (
+            "[{keep: all}, {layers: 1, keep: {top_k: {tokens: 9, by: key_norm, scope: layer}}, "
+            "trigger: prefill_end}]",
+            2,
+            r"in rules\[1\] heads compete",
+        ),
+        (
+            "[{keep: {top_k: {tokens: 9, by: last_query, tie: layer}}, trigger: {every: 8}}]",
+            3,
+            r"in rules\[0\] heads compete for rows or keep the same ones",
+        ),
+    ],
+)
+def test_heads_that_ranks_cannot_share_out(rules: str, ranks: int, why: str) -> None:
+    model = made(layers=2, kv_heads=6, group=2)
+    plan = lower(parse(f"kvir: 1\nname: any\nrules: {rules}\n"), model, dtype="float32", device="cpu")
+    check_ranks(plan, 1)
+    with pytest.raises(KvirError, match=why) as refused:
+        check_ranks(plan, ranks)
+    assert f"--tp-size {ranks}" in str(refused.value)
+    assert "\n  help: use --tp-size 1" in str(refused.value)
+
+
+def test_heads_that_select_by_themselves_are_shared_out() -> None:
+    rule = "{keep: {top_p: {mass: 0.9, by: attention, cap: 64}}, trigger: {every: 8}}"
+    model = made(layers=2, kv_heads=6, group=2)
+    plan = lower(parse(f"kvir: 1\nname: any\nrules: [{rule}]\n"), model, dtype="float32", device="cpu")
+    for ranks in (1, 2, 3, 6):
+        check_ranks(plan, ranks)
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
@@ -94,14 +131,14 @@ def test_from_a_program_it_is_an_exception_from_the_command_line_an_exit_code(
     policy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(KvirError):
-        arguments(policy, tp_size=2).resolve_once()
+        arguments(policy, pp_size=2).resolve_once()
     assert capsys.readouterr().err == ""
-    from_command_line = arguments(policy, tp_size=2)
+    from_command_line = arguments(policy, pp_size=2)
     from_command_line.__dict__["_kvir_from_command_line"] = True
     with pytest.raises(SystemExit) as ended:
         from_command_line.resolve_once()
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("error: --kv-ir does not go together with --tp-size")
+    assert capsys.readouterr().err.startswith("error: --kv-ir does not go together with --pp-size")
 
 
 def test_flags_are_spelled_as_on_the_command_line(policy: str) -> None:

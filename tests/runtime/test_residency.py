@@ -17,7 +17,7 @@ from kvir.sglang_ext.headpages import HeadPagePool
 from kvir.sglang_ext.residency import Residency
 from support.models import made
 from support.prefix_tree import P, Request
-from support.simulator import Simulation
+from support.simulator import AllRanks, Simulation
 
 IDENTITY = "[{keep: all}]"
 UNIFORM = "[{keep: [{sink: 4}, {recent: 40}]}]"
@@ -129,6 +129,23 @@ def test_a_pool_that_is_too_small_retracts_and_reclaims(name: str, seed: int) ->
     assert len(simulation.finished) == 60
 
 
+@pytest.mark.parametrize("name", [n for n in POLICIES if n not in ("competing", "folding-in-layers")])
+def test_ranks_that_hold_different_heads_keep_the_same_books(name: str) -> None:
+    """Two ranks with pools of their own: the one that is short decides for both."""
+    plan = plan_of(POLICIES[name])
+    simulation = Simulation(
+        plan, 160 if name in ("uniform", "narrow", "sinkless") else 512, chunk_tokens=64, ranks=AllRanks(2)
+    )
+    simulation.overlap = True
+    simulation.retract_share, simulation.cancel_share = 0.02, 0.01
+    simulation.run(traffic(seed=200, count=60, longest=150, most_new=40))
+    assert len(simulation.finished) == 60
+    pool = simulation.allocator.residency.pool
+    assert pool.free.shape == (2,)
+    if name in ("mixed", "narrow", "folding", "selecting-and-sliding"):  # head 1 is not what head 0 is
+        assert pool.free[0] != pool.free[1]
+
+
 @pytest.mark.parametrize("chunk", [40, 64, 1000])
 def test_a_prompt_cut_in_blocks_holds_its_budget_and_one_chunk(chunk: int) -> None:
     """64 rows of 640 tokens stay, cut after every 32: rows go at 96 for the first time, so 64 tokens are the
@@ -175,7 +192,7 @@ def test_a_long_prompt_holds_what_the_planner_says() -> None:
         extended = simulation._extend(8)
         assert extended or simulation._decode()
         if res.requests:
-            covered.append(res.covered_head_pages)
+            covered.append(int(res.covered_head_pages.sum()))
             assert covered[-1] <= peak_pages(plan.layout, request.done)
             if extended:
                 assert covered[-1] == resident_pages(plan.layout, request.done)

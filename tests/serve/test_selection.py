@@ -90,6 +90,27 @@ class TestServed:
         assert counters["rows_evicted"] > 0
 
 
+@pytest.mark.parametrize("server", ["folding-ranks", "merging-ranks-retract"], indirect=True)
+class TestRanks:
+    """Two ranks, each with one of the heads of every layer, give the tokens of one."""
+
+    def test_eight_at_once(self, traffic: Traffic, oracle: Oracle) -> None:
+        answers = eight(traffic, new_tokens=40)
+        agrees(traffic, oracle)
+        assert kvir_state(traffic.server)["ranks"] == 2
+        assert (sum(answer.retractions for answer in answers) > 0) == retracts(traffic.server)
+
+    def test_random_traffic(self, traffic: Traffic, oracle: Oracle) -> None:
+        Storm(requests=40, seed=11, cancel_share=1 / 6).run(traffic)
+        agrees(traffic, oracle)
+
+    def test_nothing_is_left(self, traffic: Traffic) -> None:
+        assert_healthy(traffic.server)
+        counters = kvir_state(traffic.server)["counters"]
+        assert counters["selections"] > 20
+        assert counters["rows_evicted"] > 0
+
+
 @pytest.mark.parametrize("server", ["rivals"], indirect=True)
 class TestMemory:
     def test_a_compacted_prompt_is_found_again(self, traffic: Traffic, plan: ExecutionPlan) -> None:

@@ -31,8 +31,10 @@ class LabelModel:
             for bounds in (self.pool.prefill_bounds, self.pool.decode_bounds)
         ]
         self.phased = self.allocator.residency.geometry.phased
-        self.memory = self.pool.kv[:, 0, :, 0].numpy()
-        self.memory[:] = -1
+        geometry = self.pool.residency.geometry
+        shape = geometry.ranks.count, *self.pool.kv[:, 0, :, 0].shape
+        memory = np.full(shape, -1, np.float32)
+        self.memory = [memory[rank] for rank in geometry.rank_of_unit]  # of each unit: that of its rank
         self._random = np.random.default_rng(0)
 
     def _forward(
@@ -86,7 +88,7 @@ class LabelModel:
         for unit in units:
             head_pages = table[slots // P, unit]
             here = head_pages >= 0
-            self.memory[head_pages[here], slots[here] % P] = (hashes[here] + unit) % LABELS
+            self.memory[unit][head_pages[here], slots[here] % P] = (hashes[here] + unit) % LABELS
 
     def _read(
         self, table: Any, row: list[int], hashes: Any, start: int, end: int, unit: int, *, decode: bool
@@ -102,7 +104,7 @@ class LabelModel:
             return
         head_pages = table[np.array(row)[seen // P], unit]
         assert (head_pages >= 0).all(), f"unit {unit}: hole at {seen[head_pages < 0][:4]} of [{start}, {end})"
-        got, want = self.memory[head_pages, seen % P], (hashes[seen] + unit) % LABELS
+        got, want = self.memory[unit][head_pages, seen % P], (hashes[seen] + unit) % LABELS
         assert (got == want).all(), f"unit {unit}: wrong row at {seen[got != want][:4]} of [{start}, {end})"
 
     def _decode_view(self, request: Request, end: int) -> Any:
@@ -110,7 +112,7 @@ class LabelModel:
         if compact is None:
             return None
         recent = np.array(self.bounds[1][1])
-        return compact, *compact.decode_view(self.allocator.residency.geometry, end, recent)
+        return compact, *compact.decode_view(end, recent)
 
     def _compact(
         self, table: Any, row: list[int], hashes: Any, written: int, compact: Any, unit: int
@@ -121,9 +123,9 @@ class LabelModel:
         held = np.concatenate([held, np.arange(min(written, at), at)])
         before = held[held < at - compact.chosen.left[unit]]
         kept = np.sort(self._random.permutation(before)[: self._count(compact, unit, len(before))])
-        compact.place(unit, unit // self.pool.plan.layout.kv_heads, kept)
+        compact.place(unit, kept)
         place = np.arange(len(kept))
-        self.memory[compact.table[place // P, unit], place % P] = self._row(hashes, kept, unit)
+        self.memory[unit][compact.table[place // P, unit], place % P] = self._row(hashes, kept, unit)
 
     def _held(
         self, table: Any, row: list[int], hashes: Any, written: int, compact: Any, unit: int
@@ -133,12 +135,12 @@ class LabelModel:
         if compact.moved[unit]:
             first, old = int(compact.tokens[unit] - compact.left[unit]), compact.positions[unit]
             place = np.arange(len(old))
-            copies = self.memory[compact.table[place // P, unit], place % P]
+            copies = self.memory[unit][compact.table[place // P, unit], place % P]
             assert (copies == self._row(hashes, old, unit)).all(), f"unit {unit}: wrong compact rows"
         dense = np.arange(first, written)
         heads = table[np.array(row, np.int64)[dense // P], unit]
         assert (heads >= 0).all(), f"unit {unit}: hole at {dense[heads < 0][:4]}"
-        assert (self.memory[heads, dense % P] == self._row(hashes, dense, unit)).all()
+        assert (self.memory[unit][heads, dense % P] == self._row(hashes, dense, unit)).all()
         return np.concatenate([old, dense])
 
     def _count(self, compact: Any, unit: int, held: int) -> int:
@@ -146,7 +148,8 @@ class LabelModel:
         rows = min(held, int(compact.chosen.most[unit]))
         if compact.chosen.exact[unit]:
             return rows
-        stock = compact.stock.get(unit // self.pool.plan.layout.kv_heads, compact.stock.get(-1, []))
+        lane = int(compact.geometry.lane_of_unit[unit])
+        stock = compact.stock.get(lane, compact.stock.get(compact.geometry.any_lane(lane), []))
         limit = (int(compact.owned[:, unit].sum()) + len(stock)) * P
         return int(self._random.integers(min(rows, limit) + 1))
 
@@ -169,7 +172,7 @@ class LabelModel:
         assert len(np.unique(positions)) == len(positions), f"unit {unit} reads a row twice"
         head_pages = table[pages[seen // P], unit]
         assert (head_pages >= 0).all(), f"unit {unit}: hole at {positions[head_pages < 0][:4]} of {end}"
-        got, want = self.memory[head_pages, seen % P], (hashes[positions] + unit) % LABELS
+        got, want = self.memory[unit][head_pages, seen % P], (hashes[positions] + unit) % LABELS
         assert (got == want).all(), f"unit {unit}: wrong row at {positions[got != want][:4]} of {end}"
 
     def _labels(self, request: Request) -> np.ndarray:

@@ -48,6 +48,10 @@ TRITON = {"KVIR_KERNELS": "triton", "TRITON_INTERPRET": "1"}
 
 PLAIN = ("--disable-overlap-schedule",)
 
+# Two ranks, a head of each layer on each; SGLang wants to be told the cores of each.
+RANKS = ("--tp-size", "2")
+CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+
 # Pools are as small as lets eight long requests run at once, so that the prefix cache is under pressure.
 SERVERS: Mapping[str, Setup] = {
     "stock": Setup("", 8192),
@@ -68,6 +72,8 @@ SERVERS: Mapping[str, Setup] = {
     "folding-retract": Setup("folding", 4096, PLAIN, RETRACTIONS),
     "merging": Setup("merging", 4096),
     "merging-retract": Setup("merging", 4096, PLAIN, RETRACTIONS),
+    "folding-ranks": Setup("folding", 4096, RANKS, CORES),
+    "merging-ranks-retract": Setup("merging", 4096, (*RANKS, *PLAIN), {**CORES, **RETRACTIONS}),
     "rivals-retract": Setup("rivals", 4096, PLAIN, RETRACTIONS),
     "uniform-retract": Setup("uniform", 4096, PLAIN, RETRACTIONS),
     "table-retract": Setup("table", 4096, PLAIN, RETRACTIONS, lowered=True),

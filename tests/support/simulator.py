@@ -19,13 +19,27 @@ from kvir.lowering.stages import ExecutionPlan
 from kvir.sglang_ext.accounting import violations
 from kvir.sglang_ext.allocator import KvirAllocator
 from kvir.sglang_ext.pool import KvirPool
+from kvir.sglang_ext.ranks import ALONE, Ranks
 from support.label_model import LabelModel
 from support.prefix_tree import P, Request, Tree
 
 
+class AllRanks(Ranks):
+    """The forwards of every rank are played on one device; a head-page is one of its rank's pool still."""
+
+    def heads(self, kv_heads: int, rank: int | None = None) -> range:
+        return range(kv_heads) if rank is None else super().heads(kv_heads, rank)
+
+
 class Simulation(LabelModel):
     def __init__(
-        self, plan: ExecutionPlan, physical_tokens: int, *, chunk_tokens: int, seed: int = 0
+        self,
+        plan: ExecutionPlan,
+        physical_tokens: int,
+        *,
+        chunk_tokens: int,
+        seed: int = 0,
+        ranks: Ranks = ALONE,
     ) -> None:
         logical = physical_tokens * plan.layout.logical_ratio
         self.pool = KvirPool(
@@ -35,6 +49,7 @@ class Simulation(LabelModel):
             shadow_rows=64,
             dtype=torch.float32,
             device="cpu",
+            ranks=ranks,
         )
         self.allocator = KvirAllocator(
             logical, torch.float32, "cpu", self.pool, need_sort=False, debug=True, chunk_tokens=chunk_tokens
@@ -69,7 +84,7 @@ class Simulation(LabelModel):
         found = violations(self.allocator)
         assert not found, found
         res = self.allocator.residency
-        assert res.pool.free + res.pool.quarantined + res.pool.resident == res.pool.size
+        assert (res.pool.free + res.pool.quarantined + res.pool.resident == res.pool.size).all()
 
     def _batch(self, requests: list[Request], *, decode: bool, ends: list[int]) -> Any:
         return SimpleNamespace(
