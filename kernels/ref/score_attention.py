@@ -119,8 +119,9 @@ def row_positions(inputs: ScoreInputs) -> Tensor:
 
 def logits_of(q: Tensor, k: Tensor, scale: float, logit_cap: float) -> Tensor:
     """q [W, Hq, D], k [n, Hkv, D] -> [Hkv, G, W, n], scaled and capped."""
-    grouped = q.view(q.shape[0], k.shape[1], -1, q.shape[2])
-    logits = torch.einsum("whgd,nhd->hgwn", grouped, k) * scale
+    grouped = q.view(q.shape[0], k.shape[1], -1, q.shape[2]).permute(1, 2, 0, 3)  # [Hkv, G, W, D]
+    logits = torch.matmul(grouped.flatten(1, 2), k.permute(1, 2, 0)).unflatten(1, grouped.shape[1:3])
+    logits = logits.mul_(scale)
     return logit_cap * torch.tanh(logits / logit_cap) if logit_cap > 0 else logits
 
 

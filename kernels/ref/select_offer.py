@@ -161,7 +161,9 @@ def _top_p(term: TopP, parts: Sequence[LayerState]) -> dict[int, Tensor]:
     chosen: dict[int, Tensor] = {}
     of = term.by if term.of is None else term.of
     inputs = [part.inputs for part in parts]
-    scores, masses = (score_parts(spec, inputs, term.precision) for spec in (term.by, of))
+    scores = masses = score_parts(term.by, inputs, term.precision)
+    if of != term.by:
+        masses = score_parts(of, inputs, term.precision)
     for part, by, mass in zip(parts, scores, masses, strict=True):
         start, stop = part.inputs.candidates
         per_query = None
