@@ -37,7 +37,7 @@ format: env
 	$(PY) -m ruff format
 
 test: lint model
-	@$(PY) tools/run_tests.py
+	$(PY) -m pytest
 
 $(BENCHES): bench-%: model
 	$(PY) -m bench.$(subst -,_,$*) $(PARTS)
