@@ -80,7 +80,10 @@ class Work:
         if name == FULL:
             return parse("kvir: 1\nname: full\nrules:\n  - keep: all\n")
         if name in PLANS:
-            return load(ROOT / PLANS[name].format(percent=percent))
+            path = ROOT / PLANS[name].format(percent=percent)
+            if not path.is_file():
+                raise FileNotFoundError(f"{path}: no such plan")
+            return load(path)
         return contender(name, self.facts, round(percent / 100 * PROMPT_TOKENS), PROMPT_TOKENS)
 
     def result(self, policy: Policy) -> Result | None:
