@@ -142,15 +142,17 @@ def test_any_policy_lowers_soundly_or_is_refused_with_diagnostics(policy: Policy
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.ir")), ids=lambda p: p.stem)
 def test_every_example_lowers_for_some_model(path: Path) -> None:
     policy = load(path)
-    plans, refusals = [], set[str]()
+    plans, refusals, warnings = [], set[str](), set[str]()
     for name in ("smollm2-135m", "llama-3.1-8b", "gemma-3-270m"):
         try:
             plans.append(plan_for_server(path, CONFIGS / name, dtype="bfloat16"))
         except PolicyError as error:
-            refusals |= {d.code for d in error.report}
+            refusals |= {d.code for d in error.report if d.severity == "error"}
+            warnings |= {d.code for d in error.report if d.severity != "error"}
     assert plans
     assert all(p.policy == policy for p in plans)
     assert refusals <= {"KV203", "KV204", "KV205", "KV206", "KV207"}
+    assert warnings <= {"KV303"}  # refused for Gemma, whose sliding layers have nothing to select
 
 
 # ---- specs -------------------------------------------------------------------------------------------------
