@@ -86,9 +86,12 @@ class Bench:
         cap: int = CROWD_CAP,
         region: str = "generated",
     ) -> Path:
-        path = self.folder / f"{metric}-{mass}-{every}-{overflow}-{cap}-{region}.ir"
         rule = RULE % (mass, METRICS[metric], cap, every, region, overflow)
-        path.write_text(f"kvir: 1\nname: hardkv\nrules:\n  - {{{rule}}}\n")
+        return self._written(f"{metric}-{mass}-{every}-{overflow}-{cap}-{region}", rule)
+
+    def _written(self, stem: str, rule: str) -> Path:
+        path = self.folder / f"{stem}.ir"
+        path.write_text(f"kvir: 1\nname: bench\nrules:\n  - {{{rule}}}\n")
         return path
 
     def launch(
@@ -200,16 +203,12 @@ class Bench:
     def quality(self) -> None:
         """Fixed budgets get the rows that Hard-KV kept on average."""
         asked = long_answers.requests(Harness(self.model), ANSWERS)
-        path = self.folder / "full.ir"
-        path.write_text("kvir: 1\nname: full\nrules:\n  - keep: all\n")
-        full = self._answers("full", path, asked)
+        full = self._answers("full", self._written("full", "keep: all"), asked)
         for mass, cap in BUDGETS:
             label = f"p{mass:g}_cap{cap}"
             hard = self._answers(f"hardkv_{label}", self.file(mass=mass, cap=cap), asked)
             rows = round(hard.rows)
-            path = self.folder / f"top-{rows}.ir"
-            rule = FIXED % (rows, METRICS["snapkv"], 128)
-            path.write_text(f"kvir: 1\nname: fixed\nrules:\n  - {{{rule}}}\n")
+            path = self._written(f"top-{rows}", FIXED % (rows, METRICS["snapkv"], 128))
             fixed = self._answers(f"top_{rows}", path, asked)
             for name, one in (("hardkv", hard), ("fixed", fixed)):
                 mean, half = interval(one.losses, full.losses)

@@ -143,12 +143,11 @@ def _served(
 
 
 def _loss(request: Request, forced: Forced) -> float:
-    counted = forced.logprobs[-request.counted :]
-    return round(-sum(counted) / len(counted), 6)
+    return round(forced.loss(request.counted), 6)
 
 
 def _all_digits(request: Request, forced: Forced) -> bool:
-    return forced.likeliest[-request.counted :] == request.after[-request.counted :]
+    return all(forced.right(request.after, request.counted))
 
 
 def _resident(end: Mapping[str, int]) -> float:

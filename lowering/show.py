@@ -16,7 +16,7 @@ from kvir.lowering.show_selections import fits, prompts, row_words, selections
 from kvir.lowering.show_table import figures
 from kvir.lowering.stage_words import words
 from kvir.lowering.stages import LayoutPlan, Retention
-from kvir.lowering.tensor_parallel import rank_layout
+from kvir.lowering.tensor_parallel import rank_layouts
 from kvir.lowering.units import human_bytes
 
 DEFAULT_LENGTHS = (1 << 10, 4 << 10, 16 << 10, 32 << 10, 128 << 10)
@@ -59,7 +59,7 @@ def show(
         console.print(_requests(layout, lengths, device))
     fullest = layout
     if rank_count > 1:
-        ranks = [rank_layout(layout, rank_count, rank) for rank in range(rank_count)]
+        ranks = rank_layouts(layout, rank_count)
         fullest = max(ranks, key=lambda rank: footprint.peak_bytes(rank, lengths[-1]))
         console.print(_ranks(ranks, lengths[-1]))
     if memory_bytes is not None:

@@ -52,3 +52,8 @@ def rank_layout(layout: LayoutPlan, rank_count: int, rank: int) -> LayoutPlan:
         compact=tuple(c for c in map(own, layout.compact) if c.units),
         table_bytes_per_page=layout.table_bytes_per_page * unit_count // layout.unit_count,
     )
+
+
+def rank_layouts(layout: LayoutPlan, rank_count: int) -> list[LayoutPlan]:
+    """The layout of each rank.  Raises ValueError as `rank_layout` does."""
+    return [rank_layout(layout, rank_count, rank) for rank in range(rank_count)]

@@ -11,6 +11,7 @@ import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
 from kvir.lowering import footprint
+from kvir.lowering.tensor_parallel import rank_layouts
 from kvir.sglang_ext.accounting import violations
 from kvir.sglang_ext.admission import KvirPrefillBudget
 from kvir.sglang_ext.compact import Compact
@@ -53,7 +54,7 @@ class KvirAllocator(PagedTokenToKVPoolAllocator):
         self.debug = debug
         self.ranks = pool.residency.geometry.ranks
         self.selections = Selections(self.layout, self.ranks)
-        self._rank_layouts = self.ranks.layouts(self.layout)
+        self._rank_layouts = rank_layouts(self.layout, self.ranks.count)
         self.compacting: list[Compact | None] = []  # of the step scheduled last, in batch order
         self.tree: KvirRadixCache | None = None
         self.extending: list[tuple[RequestState, int, int]] = []

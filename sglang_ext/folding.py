@@ -52,7 +52,7 @@ class Selections:
     def __init__(self, layout: LayoutPlan, ranks: Ranks = ALONE) -> None:
         self._layout = layout
         self._lane_of_unit: IntArray = ranks.lane_of_unit(layout)
-        self._lanes = ranks.count * (layout.unit_count // layout.kv_heads + 1)
+        self._lanes = ranks.lane_count(layout)
         self._prefill = [(c, c.prefill.selection) for c in layout.compact if c.prefill.selection is not None]
         # by rule: classes that select together
         self._decode: dict[int, list[tuple[CompactClass, Selection, IntArray]]] = {}

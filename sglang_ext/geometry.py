@@ -49,10 +49,9 @@ class Geometry:
         self.class_units: list[IntArray] = [np.asarray(c.units, np.int64) for c in layout.classes]
         self.class_leaders = np.array([units[0] for units in self.class_units], np.int64)
         self.class_count = len(self.class_units)
-        self.class_size = np.array([len(u) for u in self.class_units], np.int64)
         self.rank_of_unit: IntArray = ranks.rank_of_unit(layout)
         self.lane_of_unit: IntArray = ranks.lane_of_unit(layout)
-        self.lane_count = ranks.count * (self.layer_count + 1)
+        self.lane_count = ranks.lane_count(layout)
         self.own_heads = ranks.heads(layout.kv_heads)
         head_of_unit = np.arange(self.unit_count) % self.kv_heads
         self.own_units: IntArray = np.nonzero(np.isin(head_of_unit, self.own_heads))[0]
@@ -84,10 +83,6 @@ class Geometry:
 
     def spans(self, decoding: bool) -> Spans:
         return self.decode if decoding else self.prefill
-
-    def unit_of(self, layer: int, head: int) -> int:
-        """The unit of one of this rank's own heads, counted from its first."""
-        return layer * self.kv_heads + self.own_heads.start + head
 
     def any_lane(self, lane: int) -> int:
         """The lane that stands for any layer of the same rank."""

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvir.lowering.stages import ExecutionPlan, LayoutPlan
-from kvir.lowering.tensor_parallel import rank_heads, rank_layout
+from kvir.lowering.tensor_parallel import rank_heads
 from kvir.policy_ir.budgets import Preference
 from kvir.policy_ir.nodes import Rule, TopK
 
@@ -42,16 +42,15 @@ class Ranks:
         """KV heads of a layer that a rank has; this one by default."""
         return rank_heads(kv_heads, self.count, self.rank if rank is None else rank)
 
-    def layouts(self, layout: LayoutPlan) -> tuple[LayoutPlan, ...]:
-        """The layout of each rank."""
-        return tuple(rank_layout(layout, self.count, rank) for rank in range(self.count))
-
     def rank_of_unit(self, layout: LayoutPlan) -> NDArray[np.int64]:
         """[U]"""
         of_head = np.zeros(layout.kv_heads, np.int64)
         for rank in range(self.count):
             of_head[list(self.heads(layout.kv_heads, rank))] = rank
         return np.tile(of_head, layout.unit_count // layout.kv_heads)
+
+    def lane_count(self, layout: LayoutPlan) -> int:
+        return self.count * (layout.unit_count // layout.kv_heads + 1)
 
     def lane_of_unit(self, layout: LayoutPlan) -> NDArray[np.int64]:
         """[U]"""

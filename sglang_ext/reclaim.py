@@ -49,26 +49,27 @@ class Reclaimer:
     def make_room(self, wanted: IntArray, tree: EvictableTree | None, *, interior_only: bool = False) -> bool:
         """Free head-pages until `wanted` [R] can be taken; False if that is not possible."""
         res = self._residency
-        if not self._short(wanted):
+        if not self.is_short(wanted):
             return True
         self._drop(self._interior, wanted)
         if interior_only:
-            return not self._short(wanted)
-        while self._short(wanted) and tree is not None:
+            return not self.is_short(wanted)
+        while self.is_short(wanted) and tree is not None:
             res.counters["tree_evictions"] += 1
             if tree.evict_pages(EVICT_PAGES_PER_CALL) == 0:
                 break
         self._drop(self._tails, wanted)
-        if self._short(wanted):
+        if self.is_short(wanted):
             self._drop(deque(res.idle_cells()), wanted, sinks=True)
-        return not self._short(wanted)
+        return not self.is_short(wanted)
 
-    def _short(self, wanted: IntArray) -> bool:
+    def is_short(self, wanted: IntArray) -> bool:
+        """Whether `wanted` [R] cannot be taken now, on some rank."""
         return bool((self._residency.pool.free < wanted).any())
 
     def _drop(self, queue: deque[Entry], wanted: IntArray, *, sinks: bool = False) -> None:
         res, spared = self._residency, list[Entry]()
-        while queue and self._short(wanted):
+        while queue and self.is_short(wanted):
             page, c, epoch = entry = queue.popleft()
             if res.epoch[page, c] != epoch or not res.is_reclaimable(page, c, sinks=sinks):
                 res.counters["stale_entries"] += 1

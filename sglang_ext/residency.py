@@ -185,7 +185,7 @@ class Residency(Cells):
         self.read(pages)
         for c, keep, held in growth.classes():
             filled = keep | held
-            self.counters["rows_never_written"] += (len(index) - int(filled.sum())) * int(geo.class_size[c])
+            self.counters["rows_never_written"] += (len(index) - int(filled.sum())) * len(geo.class_units[c])
             if filled.any():
                 self.fill(pages[filled], c)
                 self.is_sink[pages[index < geo.prefill.sink_pages[c]], c] = True
@@ -281,5 +281,5 @@ class Residency(Cells):
                     self.idle_head_pages -= self.geometry.class_ranks[c]
                     self.drop(np.array([page]), c, still_read=True)
                     self.counters["tombstoned_at_once"] += 1
-            ok = bool((self.pool.free >= short()).all())
+            ok = not self.reclaimer.is_short(short())
         return ok

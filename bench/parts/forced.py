@@ -30,6 +30,16 @@ class Forced:
     likeliest: tuple[int, ...]  # the token that would have been there
     rid: str
 
+    def loss(self, counted: int) -> float:
+        """Nats a token, over the last `counted`."""
+        return -sum(self.logprobs[-counted:]) / counted
+
+    def right(self, tokens: Sequence[int], counted: int) -> list[bool]:
+        """Which of the last `counted` of the given tokens were the likeliest."""
+        return [
+            mine == wanted for mine, wanted in zip(self.likeliest[-counted:], tokens[-counted:], strict=True)
+        ]
+
 
 class Follow(CustomLogitProcessor):
     """Runs in the server: `tokens` are generated one after another, and what is noted goes to `path`."""

@@ -47,9 +47,7 @@ def requests(harness: Harness, count: int) -> list[Request]:
     room = (len(ids) - PROMPT_TOKENS - AFTER_TOKENS) // max(1, count - 1)
     made: list[Request] = []
     for index in range(count):
-        number = str(rng.randrange(10_000, 100_000))
-        fact = token_ids(harness, "\n" + NEEDLE.format(number=number) + "\n")
-        digits = token_ids(harness, f" {number}")
+        fact, digits = fact_and_digits(harness, rng)
         text = ids[index * room :][: PROMPT_TOKENS + AFTER_TOKENS]
         most = PROMPT_TOKENS - len(fact) - len(ask)  # of the shortest of the three
         at = round(most * (0.05 + 0.9 * index / max(1, count - 1)))
@@ -61,6 +59,13 @@ def requests(harness: Harness, count: int) -> list[Request]:
             _request("loss", text[:PROMPT_TOKENS], text[PROMPT_TOKENS:], AFTER_TOKENS - 1),
         ]
     return made
+
+
+def fact_and_digits(harness: Harness, rng: random.Random) -> tuple[list[int], list[int]]:
+    """A number of five digits: the paragraph that hides it, and how an answer says it."""
+    number = str(rng.randrange(10_000, 100_000))
+    fact = token_ids(harness, "\n" + NEEDLE.format(number=number) + "\n")
+    return fact, token_ids(harness, f" {number}")
 
 
 def _request(kind: str, prompt: Sequence[int], after: Sequence[int], counted: int) -> Request:

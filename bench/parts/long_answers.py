@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.parts.forced import follow
-from bench.parts.hidden import ASK, TEXT, Request
-from evaluation.needles import NEEDLE
+from bench.parts.hidden import ASK, TEXT, Request, fact_and_digits
 from evaluation.server import Server
 from evaluation.watch import Watch
 from kvir.calibration.harness import Harness
@@ -44,9 +43,7 @@ def requests(harness: Harness, count: int) -> list[Request]:
     for index in range(count):
         text = ids[index * step :][:total]
         made.append(Request("loss", tuple(text[:PROMPT_TOKENS]), tuple(text[PROMPT_TOKENS:]), COUNTED_TOKENS))
-        number = str(rng.randrange(10_000, 100_000))
-        fact = token_ids(harness, "\n" + NEEDLE.format(number=number) + "\n")
-        digits = token_ids(harness, f" {number}")
+        fact, digits = fact_and_digits(harness, rng)
         answer = text[PROMPT_TOKENS : total - len(fact) - len(ask) - len(digits)]
         at = round(len(answer) * (0.05 + 0.6 * index / max(1, count - 1)))
         hiding = [*answer[:at], *fact, *answer[at:], *ask, *digits]
@@ -61,10 +58,9 @@ def measure(server: Server, asked: Sequence[Request], folder: Path) -> Long:
     losses, found, digits = [], [], []
     for request, one in zip(asked, forced, strict=True):
         if request.kind == "loss":
-            losses.append(-statistics.fmean(one.logprobs[-request.counted :]))
+            losses.append(one.loss(request.counted))
             continue
-        pairs = zip(one.likeliest[-request.counted :], request.after[-request.counted :], strict=True)
-        right = [mine == wanted for mine, wanted in pairs]
+        right = one.right(request.after, request.counted)
         found.append(all(right))
         digits.append(statistics.fmean(right))
     left = [r["selected"]["rows"] for look in watch.seen for r in look["running"] if r["selected"]]

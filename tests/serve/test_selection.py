@@ -59,12 +59,24 @@ def retracts(server: Server) -> bool:
     return "SGLANG_TEST_RETRACT" in server.launch.environment
 
 
+def eight_agree(traffic: Traffic, oracle: Oracle) -> None:
+    """Eight at once; requests are taken back where the server was told so, and only there."""
+    answers = eight(traffic, new_tokens=40)
+    agrees(traffic, oracle)
+    assert (sum(answer.retractions for answer in answers) > 0) == retracts(traffic.server)
+
+
+def selected_and_left_nothing(server: Server) -> None:
+    assert_healthy(server)
+    counters = kvir_state(server)["counters"]
+    assert counters["selections"] > 20
+    assert counters["rows_evicted"] > 0
+
+
 @every_server
 class TestServed:
     def test_eight_at_once(self, traffic: Traffic, oracle: Oracle) -> None:
-        answers = eight(traffic, new_tokens=40)
-        agrees(traffic, oracle)
-        assert (sum(answer.retractions for answer in answers) > 0) == retracts(traffic.server)
+        eight_agree(traffic, oracle)
 
     def test_lengths_around_pages_and_chunks(self, traffic: Traffic, oracle: Oracle) -> None:
         edges(traffic, new_tokens=18)
@@ -84,10 +96,7 @@ class TestServed:
         agrees(traffic, oracle)
 
     def test_nothing_is_left(self, traffic: Traffic) -> None:
-        assert_healthy(traffic.server)
-        counters = kvir_state(traffic.server)["counters"]
-        assert counters["selections"] > 20
-        assert counters["rows_evicted"] > 0
+        selected_and_left_nothing(traffic.server)
 
 
 @pytest.mark.parametrize("server", ["folding-ranks", "merging-ranks-retract"], indirect=True)
@@ -95,20 +104,15 @@ class TestRanks:
     """Two ranks, each with one of the heads of every layer, give the tokens of one."""
 
     def test_eight_at_once(self, traffic: Traffic, oracle: Oracle) -> None:
-        answers = eight(traffic, new_tokens=40)
-        agrees(traffic, oracle)
         assert kvir_state(traffic.server)["ranks"] == 2
-        assert (sum(answer.retractions for answer in answers) > 0) == retracts(traffic.server)
+        eight_agree(traffic, oracle)
 
     def test_random_traffic(self, traffic: Traffic, oracle: Oracle) -> None:
         Storm(requests=40, seed=11, cancel_share=1 / 6).run(traffic)
         agrees(traffic, oracle)
 
     def test_nothing_is_left(self, traffic: Traffic) -> None:
-        assert_healthy(traffic.server)
-        counters = kvir_state(traffic.server)["counters"]
-        assert counters["selections"] > 20
-        assert counters["rows_evicted"] > 0
+        selected_and_left_nothing(traffic.server)
 
 
 @pytest.mark.parametrize("server", ["rivals"], indirect=True)
