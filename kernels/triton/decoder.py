@@ -62,7 +62,7 @@ class Decoder:
         self.pages = ints(sizes.batch, sizes.pages + sizes.spare_pages)
         self.lens = ints(sizes.batch)
         self._spare = ints(sizes.batch, max(1, sizes.spare_pages))
-        self._spare_counts = ints(sizes.batch)
+        self.spare_counts = ints(sizes.batch)
         self._own: Bounds | None = None
         if sizes.spare_pages:
             self._own = Bounds(bounds.sink.repeat(sizes.batch, 1), bounds.recent.repeat(sizes.batch, 1))
@@ -78,7 +78,7 @@ class Decoder:
         own = () if self._own is None else (self._own.sink, self._own.recent)
         work, partials = self.work, self.partials
         lists = (work.item_lane, work.item_start, work.first_full, work.short_item, work.meta)
-        request = (self.pages, self.lens, self._spare, self._spare_counts)
+        request = (self.pages, self.lens, self._spare, self.spare_counts)
         return sum(x.nbytes for x in (*request, *own, *lists, partials.out, partials.lse, self.holes))
 
     def place(self, requests: Sequence[Placed | None]) -> None:
@@ -98,7 +98,7 @@ class Decoder:
                 spare[i, : len(each.spare_rows)] = each.spare_rows
                 sink[i], recent[i] = each.sink, each.recent
         self._spare[:count].copy_(spare, non_blocking=True)
-        self._spare_counts[:count].copy_(counts, non_blocking=True)
+        self.spare_counts[:count].copy_(counts, non_blocking=True)
         self._own.sink[:count].copy_(sink, non_blocking=True)
         self._own.recent[:count].copy_(recent, non_blocking=True)
 
@@ -111,12 +111,12 @@ class Decoder:
         batch = rows.shape[0]
         grid = (batch, triton.cdiv(self.pages.shape[1], PAGES_PER_PROGRAM))
         page_lists[grid](
-            req_to_token, rows, seq_lens, self._spare, self._spare_counts, self.pages, self.lens,
+            req_to_token, rows, seq_lens, self._spare, self.spare_counts, self.pages, self.lens,
             req_to_token.stride(0), self._spare.stride(0), self.pages.stride(0), self.pages.shape[1],
             P=self.sizes.page_rows, PAGES=PAGES_PER_PROGRAM,
         )  # fmt: skip
         plan_work(
-            self.work, self.lens[:batch], self._bounds(batch), self.sizes.kv_heads, self._tile.rows
+            self.work, self.lens[:batch], self.bounds(batch), self.sizes.kv_heads, self._tile.rows
         )  # fmt: skip
 
     def attend(
@@ -125,11 +125,12 @@ class Decoder:
         """Attention of one layer: q, out [B, Hq, D].  What is missing is added to `holes`."""
         batch = q.shape[0]
         launch_decode(
-            q, cache, self.pages[:batch], self.lens[:batch], self._bounds(batch), self.work, layer,
+            q, cache, self.pages[:batch], self.lens[:batch], self.bounds(batch), self.work, layer,
             self.partials, self.sizes.kv_heads, scale, logit_cap, out, self.holes, tile=self._tile,
         )  # fmt: skip
 
-    def _bounds(self, batch: int) -> Bounds:
+    def bounds(self, batch: int) -> Bounds:
+        """What the requests of a step see; [B, U] where rows may be compact."""
         if self._own is None:
             return self._plain
         return Bounds(self._own.sink[:batch], self._own.recent[:batch])
