@@ -10,6 +10,7 @@ from typing import NoReturn
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache
 
+from kvir.kernels.cpu.memory import pool_zeros
 from kvir.kernels.ops import FULL, Bounds, Cache
 from kvir.lowering.stages import ExecutionPlan, Retention
 from kvir.lowering.tensor_parallel import rank_layout
@@ -60,9 +61,7 @@ class KvirPool(KVCache):
             spare_base=page_count + shadow_rows,
             spare_count=spare_rows,
         )
-        self.kv = torch.zeros(
-            (self.head_page_count, 2, page_tokens, layout.head_dim), dtype=dtype, device=device
-        )
+        self.kv = pool_zeros((self.head_page_count, 2, page_tokens, layout.head_dim), dtype, device)
         self.bias: torch.Tensor | None = None
         if self.head_page_bytes > bytes_of_full:
             shape = self.head_page_count, page_tokens

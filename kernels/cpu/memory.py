@@ -29,3 +29,10 @@ def aligned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         madvise(memory.data_ptr(), size_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES, mmap.MADV_HUGEPAGE)
     return memory.view(dtype).view(shape)
+
+
+def pool_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Memory of a pool on a device: zeros, in huge pages where it is the host's."""
+    if torch.device(device).type == "cpu":
+        return aligned_empty(shape, dtype).zero_()
+    return torch.zeros(shape, dtype=dtype, device=device)
