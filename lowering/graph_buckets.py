@@ -16,6 +16,7 @@ from kvir.lowering.course import most_compact_pages
 from kvir.lowering.device_facts import DEVICES, DeviceFacts, multiprocessors
 from kvir.lowering.footprint import ceil_div
 from kvir.lowering.stages import GraphBucket, GraphBuckets, KernelChoice, KernelPlan, LayoutPlan
+from kvir.lowering.triggers import trigger_bytes
 
 MAX_BATCH = 256
 MAX_SPLITS = 64
@@ -60,7 +61,7 @@ def splits(batch: int, kv_heads: int, device: DeviceFacts) -> int:
 
 
 def decoder_bytes(batch: int, slots: int, layout: LayoutPlan) -> int:
-    """Bytes of the static memory of Triton's decode; `slots`: blocks that run at once."""
+    """Bytes of the static memory of Triton's decode and its selections; `slots`: blocks that run at once."""
     lanes = batch * layout.kv_heads
     items, lanes = _aligned(slots + lanes), _aligned(lanes)
     layers = len(layout.budgeted.bound.model.layers)
@@ -72,7 +73,7 @@ def decoder_bytes(batch: int, slots: int, layout: LayoutPlan) -> int:
     work = layers * (2 * items + 2 * lanes + 4)
     group = layout.query_heads // layout.kv_heads
     partial = items * group * (layout.head_dim + 1)
-    return 4 * (batch * request + work + partial + 1)
+    return 4 * (batch * request + work + partial + 1) + trigger_bytes(batch, batch, layout)
 
 
 def _aligned(count: int) -> int:

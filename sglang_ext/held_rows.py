@@ -71,7 +71,7 @@ class RowReader:
         copied = int(compact.copied[number])
         own = torch.from_numpy(compact.table[: -(-copied // size), number].astype("int64"))
         old = self._one(own, 0, copied, None)
-        positions = torch.cat([torch.from_numpy(compact.positions[number]), torch.arange(first, tokens)])
+        positions = torch.from_numpy(compact.held_positions(number, tokens))
         bias = None
         if self._pool.bias is not None:
             merged = self._pool.bias[own].flatten()[:copied]

@@ -160,6 +160,12 @@ def _match_cap() -> tuple[int | None, int, int, Any] | None:
     return *observed, Selections(plan.layout)
 
 
+def settle_triggers(_result: Any, self: Any, *_args: Any, **_kwargs: Any) -> None:
+    after = getattr(self.attn_backend, "after_forward", None)
+    if after is not None:
+        after()
+
+
 # ---- evidence ----------------------------------------------------------------------------------------------
 
 
@@ -224,6 +230,12 @@ HOOKS: tuple[Hook, ...] = (
         "around",
         cap_match,
         "the queries that a selection observes are computed, never taken from the cache",
+    ),
+    Hook(
+        "model_executor.model_runner.ModelRunner.forward",
+        "after",
+        settle_triggers,
+        "what a selection of decode chose on the device enters the books, graph or not",
     ),
     Hook(INTERNAL_STATE + "get_internal_state", "after", add_internal_state, "evidence in /server_info"),
     Hook(

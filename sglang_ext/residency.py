@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvir.sglang_ext.cells import Cells
-from kvir.sglang_ext.compact import CompactStore
+from kvir.sglang_ext.compact_store import CompactStore
 from kvir.sglang_ext.folding import Chosen
 from kvir.sglang_ext.geometry import Geometry, IntArray
 from kvir.sglang_ext.growth import Growth

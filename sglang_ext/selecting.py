@@ -70,6 +70,11 @@ class RowSelection:
         layer_ids = [layer.layer_id for layer in plan.model.layers]
         self._parts: ModelParts = needed(model, {layer_ids[i]: w.needs for i, w in self._wants.items()})
 
+    @property
+    def in_decode(self) -> bool:
+        """Whether anything is selected after the prompt."""
+        return bool(self._decoding)
+
     # ---- once per forward ----------------------------------------------------------------------------------
 
     def of_extend(self, allocator: KvirAllocator, starts: list[int], lens: list[int]) -> list[Work]:

@@ -7,6 +7,7 @@ them one by one.  What the host does is the first half alone: deltas of the tabl
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,17 @@ from kvir.kernels.triton.decoder import Decoder, Placed, Sizes
 from kvir.kernels.triton.ops import launch_extend, tile_of_decode
 from kvir.lowering.course import most_compact_pages
 from kvir.lowering.footprint import ceil_div
+from kvir.lowering.triggers import device_selections
 from kvir.sglang_ext.backend import KvirAttentionBackend
+from kvir.sglang_ext.triggers import DeviceTriggers
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+logger = logging.getLogger(__name__)
 
 
 class KvirTritonBackend(KvirAttentionBackend):
@@ -38,6 +44,10 @@ class KvirTritonBackend(KvirAttentionBackend):
         self._holes = HoleWatch(self._decoder.holes)
         bounds = self.pool.decode_bounds
         self._recent = bounds.recent.cpu().numpy()
+        self._triggers = self._make_triggers()
+        self.pool.selects_on_device = self._triggers is not None
+        self._tail = torch.empty(0, dtype=torch.int64)  # of a prefill: the last queries of each request ...
+        self._tail_rows = self._tail_ends = self._tail  # ... its row, and the tokens up to and with them
 
     def _make_decoder(self, batch: int) -> Decoder:
         layout = self.pool.own
@@ -55,6 +65,18 @@ class KvirTritonBackend(KvirAttentionBackend):
         tile = tile_of_decode(q.to(self.pool.kv.device), self.kv_heads)
         return Decoder(sizes, tile, self.pool.decode_bounds, self.pool.kv.device)
 
+    def _make_triggers(self) -> DeviceTriggers | None:
+        """Selections of decode on the device, if all of the plan's can be."""
+        if self.selection is None or not self.selection.in_decode:
+            return None
+        selections = device_selections(self.pool.plan.layout)
+        ranks = self.pool.residency.geometry.ranks.count
+        reason = selections.why_not if ranks == 1 else "ranks exchange what stayed"
+        if reason is not None:
+            logger.info("kvir: selections of decode run layer by layer, outside of graphs: %s", reason)
+            return None
+        return DeviceTriggers(selections, self.pool, self._decoder, self.req_to_token.shape[0])
+
     # ---- once per forward ----------------------------------------------------------------------------------
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -69,6 +91,8 @@ class KvirTritonBackend(KvirAttentionBackend):
         if not forward_batch.forward_mode.is_decode():
             self._holes.look()
             super().init_forward_metadata(forward_batch)
+            if self._triggers is not None:
+                self._find_tails(forward_batch, self._triggers.window)
             return
         self.init_forward_metadata_out_graph(forward_batch)
         self.init_forward_metadata_in_graph(forward_batch)
@@ -84,8 +108,17 @@ class KvirTritonBackend(KvirAttentionBackend):
         if self.selection is None:
             return
         lens = _cpu_lens(forward_batch)
-        self._works = self.selection.of_decode(self.allocator, lens)
+        works = self.selection.of_decode(self.allocator, lens[: len(self.allocator.decoding)])
         self._decoder.place(self._placed(lens))
+        if self._triggers is None:
+            self._works = works
+        else:
+            self._triggers.place(works)
+
+    def after_forward(self) -> None:
+        """What a trigger chose on the device is read; a graph that was replayed has not done so."""
+        if self._triggers is not None:
+            self._triggers.settle()
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """The device's half: recorded in a graph, or run as it is."""
@@ -103,7 +136,60 @@ class KvirTritonBackend(KvirAttentionBackend):
             found.append(Placed(*(torch.from_numpy(x.astype(np.int32)) for x in (rows, sink, recent))))
         return found
 
+    def _find_tails(self, forward_batch: ForwardBatch, window: int) -> None:
+        """The last queries of each request of a prefill, which decode may look back at."""
+        starts, counts = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+        assert starts is not None
+        assert counts is not None
+        tails, ends, begin = list[int](), list[int](), 0
+        for start, count in zip(starts, counts, strict=True):
+            first = max(0, count - window)
+            tails += range(begin + first, begin + count)
+            ends += range(start + first + 1, start + count + 1)
+            begin += count
+        kept = torch.tensor([min(count, window) for count in counts])
+        device = forward_batch.req_pool_indices.device
+        self._tail, self._tail_ends = (torch.tensor(x, device=device) for x in (tails, ends))
+        self._tail_rows = forward_batch.req_pool_indices.repeat_interleave(kept.to(device))
+
     # ---- once per layer ------------------------------------------------------------------------------------
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        out = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        if self._triggers is not None and len(self._tail):
+            last = q.view(q.shape[0], -1, self.head_dim)[self._tail]
+            index = self.layer_index[layer.layer_id]
+            self._triggers.remember(index, last, self._tail_rows, self._tail_ends)
+        return out
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        out = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        if self._triggers is None:
+            return out
+        index, rows = self.layer_index[layer.layer_id], forward_batch.req_pool_indices
+        heads = q.view(q.shape[0], -1, self.head_dim)
+        self._triggers.remember(index, heads, rows, forward_batch.seq_lens)
+        if index == len(self.layer_index) - 1:  # every layer's queries and rows are there
+            self._triggers.select(self.pool.cache, rows, layer.scaling, layer.logit_cap)
+        return out
 
     def _attend_decode(self, q: torch.Tensor, layer: RadixAttention, unit0: int, out: torch.Tensor) -> int:
         index = self.layer_index[layer.layer_id]

@@ -19,10 +19,13 @@ from typing import Any
 import msgspec
 import torch
 import triton
+from torch import Tensor
 
 from kvir.kernels.ops import Bounds, Cache
 from kvir.kernels.triton import aot, ops, sums
 from kvir.kernels.triton.compact import launch_compact
+from kvir.kernels.triton.decoder import Decoder, Sizes
+from kvir.kernels.triton.trigger import Nuclei, Trigger
 from kvir.kernels.triton.work import empty_work, plan_work
 
 MANIFEST = "manifest.json"
@@ -102,6 +105,20 @@ def launch_everything(facts: AttentionFacts) -> None:
             k, k, torch.zeros((heads, 2), dtype=torch.int64), ints, kv,
             torch.zeros((heads, 4), dtype=torch.int32),
         )  # fmt: skip
+        _launch_trigger(facts, cache, q, slots, cap)
+
+
+def _launch_trigger(facts: AttentionFacts, cache: Cache, q: Tensor, slots: Tensor, cap: float) -> None:
+    """A step of decode that selects."""
+    heads = facts.kv_heads
+    ints = torch.zeros(heads, dtype=torch.int32)
+    sizes = Sizes(2, 4, 2, 1, heads, facts.query_heads, facts.head_dim, facts.page_rows)
+    decoder = Decoder(sizes, ops.tile_of_decode(q, heads), Bounds(ints, ints), "cpu")
+    nuclei = Nuclei(ints, torch.zeros(heads, dtype=torch.float64), ints, ints)
+    trigger = Trigger(decoder, nuclei, ring_rows=2, candidates=64, dtype=facts.dtype)
+    decoder.plan(torch.zeros((2, 64), dtype=torch.int32), slots, slots)
+    trigger.remember(0, q, slots, slots)
+    trigger.select(cache, slots, 1.0, cap)
 
 
 def build(facts: Sequence[AttentionFacts], target: str, folder: Path) -> Manifest:

@@ -29,10 +29,7 @@ def held_from(scores, bits, count, WHAT: tl.constexpr, ABOVE: tl.constexpr, ROWS
         i = start + tl.arange(0, ROWS)
         x = tl.load(scores + i, mask=i < count, other=0.0)
         own = x.to(tl.int32, bitcast=True)
-        if ABOVE:
-            chosen = (i < count) & (own > bits)
-        else:
-            chosen = (i < count) & (own >= bits)
+        chosen = (i < count) & (own > bits if ABOVE else own >= bits)
         if WHAT == MASS:
             total += tl.sum(tl.where(chosen, x.to(tl.float64), 0.0), 0)
         else:
@@ -146,7 +143,7 @@ def close_gaps(
 ):
     """Rows that stay, in order, to `dest`: one program per lane, from its first row on.
 
-    A row never moves backwards, and a block is read before it is written: a lane's own pages may be rewritten.
+    A row never moves up, and a block is read before it is written: a lane's own pages may be rewritten.
     """
     b, unit, selects, count, hidden, _, _ = lane_facts(
         lens, spare_counts, sinks, recents, windows, moves, UNITS, P
@@ -173,7 +170,9 @@ def close_gaps(
         stays = ((i < stop) & (flag != 0)).to(tl.int32)
         to = written + tl.cumsum(stays, 0) - stays
         written += tl.sum(stays, 0)
-        own = tl.load(dest + lane * dest_pages + to // P, mask=(stays != 0) & (to // P < dest_pages), other=-1)
+        own = tl.load(
+            dest + lane * dest_pages + to // P, mask=(stays != 0) & (to // P < dest_pages), other=-1
+        )
         moved = (stays != 0) & there & (own >= 0) & (own < head_page_count)
         mine = moved[:, None] & (d < D)[None, :]
         of_k = kv + (page.to(tl.int64) * (2 * P * D) + (position % P) * D)[:, None] + d[None, :]

@@ -3,8 +3,8 @@
 Every step keeps its queries in a ring (`remember`).  A step in which a request selects goes on from there,
 for all layers at once (`select`): weights of the last queries, the rows that hold the mass, and the copy that
 closes the gaps.  Which requests select, and where their rows may go, the host has written before the step
-(`place`); which rows stayed it reads after it (`chosen`).  Between the two nothing is read on the host, and no
-launch depends on a length, so the step can be captured.
+(`place`); which rows stayed it reads after it (`chosen`).  Between the two nothing is read on the host, and
+no launch depends on a length, so the step can be captured.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kvir.kernels.triton.settings import MIN_DOT, padded, widen
 from kvir.kernels.triton.window import remember_queries, window_lse, window_means
 
 SCORED_ROWS = 64  # at a time
+SCORERS = 8  # programs of a lane
 SCORED_QUERIES = 32
 CHOSEN_ROWS = 512
 COPIED_ROWS = 32
@@ -119,14 +120,15 @@ class Trigger:
 
     # ---- on the device -------------------------------------------------------------------------------------
 
-    def remember(self, layer: int, q: Tensor, rows: Tensor, positions: Tensor) -> None:
-        """Keep queries [T, Hq, D] of a layer; rows int64 [T]: of the ring; positions int [T], -1: padding.
+    def remember(self, layer: int, q: Tensor, rows: Tensor, ends: Tensor) -> None:
+        """Keep queries [T, Hq, D] of a layer; rows int64 [T]: of the ring; ends int [T]: tokens up to the
+        query's own, 0 for padding.
 
         A longer chunk is given by its last `window` queries of each request.
         """
         heads, dim = q.shape[1:]
         remember_queries[(q.shape[0],)](
-            q, self.ring, rows, positions, layer, self.ring.shape[0], self.window,
+            q, self.ring, rows, ends, layer, self.ring.shape[0], self.window,
             q.stride(0), q.stride(1), self.ring.stride(0), self.ring.stride(1),
             HQ=heads, HEADS=padded(heads), D=dim, DIM=padded(dim),
         )  # fmt: skip
@@ -155,7 +157,7 @@ class Trigger:
             ring, rows, cache.kv, cache.table, decoder.pages, *facts, self._lse, *paging, self.window, pairs,
             *strides, **scoring,
         )  # fmt: skip
-        window_means[(lanes, triton.cdiv(self.candidates, SCORED_ROWS))](
+        window_means[(lanes, min(SCORERS, triton.cdiv(self.candidates, SCORED_ROWS)))](
             ring, rows, cache.kv, cache.table, decoder.pages, *facts, self._lse, self._runs, self._scores,
             *paging, self.window, pairs, self.candidates, *strides, **scoring,
         )  # fmt: skip

@@ -21,7 +21,7 @@ def remember_queries(
     q,  # [T, Hq, D]
     ring,  # [R, layers, W, Hq, D], written
     ring_rows_of,  # int64 [T]: the request's row of the ring
-    positions,  # int [T]; negative: padding
+    ends,  # int [T]: tokens of the request up to and with the query's; 0: padding
     layer,
     ring_rows,
     window,
@@ -37,7 +37,7 @@ def remember_queries(
     """One program per token.  Of one request, a launch may hold no two positions that are W apart."""
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(ring_rows_of + token)
-    position = tl.load(positions + token)
+    position = tl.load(ends + token) - 1
     if (position < 0) | (row < 0) | (row >= ring_rows):
         return
     head = tl.arange(0, HEADS)
@@ -218,36 +218,37 @@ def window_means(
     CAP: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One program per lane and block of candidates: the mean weight over queries and query heads."""
+    """Programs of a lane share its candidates: the mean weight over queries and query heads."""
     b, unit, selects, count, hidden, tokens, observed = lane_facts(
         lens, spare_counts, sinks, recents, windows, moves, UNITS, P
     )
     lane = tl.program_id(0).to(tl.int64)
     first = tl.load(candidates + lane * 2)
     last = tl.minimum(tl.load(candidates + lane * 2 + 1), count)
-    i = first + tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    if ~selects | (first + tl.program_id(1) * ROWS >= last):
+    if ~selects:
         return
     sink = tl.load(sinks + lane)
     of_ring = ring + tl.load(rows + b) * ring_stride + (unit // KV_HEADS).to(tl.int64) * layer_stride
     d = tl.arange(0, DIM)
-    position = places(i, sink, hidden)
-    page, there = head_pages(
-        position, i < last, pages + b.to(tl.int64) * pages_stride, max_pages, table + unit, logical_pages,
-        table_stride, head_page_count, P,
-    )  # fmt: skip
-    of_k = kv + page.to(tl.int64) * (2 * P * D) + (position % P) * D
-    keys = tl.load(of_k[None, :] + d[:, None], mask=there[None, :] & (d < D)[:, None], other=0.0)
-    weight = tl.zeros([ROWS], tl.float32)
     pairs = observed * G
-    for start in tl.range(0, pairs, QUERIES):
-        pair = start + tl.arange(0, QUERIES)
-        x = observed_logits(
-            of_ring, keys, pair, tokens, observed, unit % KV_HEADS * G, window, scale, logit_cap,
-            HQ, G, D, DIM, CAP, WIDEN,
+    for block in tl.range(first + tl.program_id(1) * ROWS, last, tl.num_programs(1) * ROWS):
+        i = block + tl.arange(0, ROWS)
+        position = places(i, sink, hidden)
+        page, there = head_pages(
+            position, i < last, pages + b.to(tl.int64) * pages_stride, max_pages, table + unit, logical_pages,
+            table_stride, head_page_count, P,
         )  # fmt: skip
-        own = tl.load(lse + lane * max_pairs + pair, mask=pair < pairs, other=0.0)
-        seen = there[None, :] & (pair < pairs)[:, None] & (i[None, :] < count - (pair // G)[:, None])
-        weight += tl.sum(tl.where(seen, tl.exp2(x - own[:, None]), 0.0), 0)
-    into = scores + lane * max_candidates + i - first
-    tl.store(into, weight / pairs.to(tl.float32), mask=(i < last) & (i - first < max_candidates))
+        of_k = kv + page.to(tl.int64) * (2 * P * D) + (position % P) * D
+        keys = tl.load(of_k[None, :] + d[:, None], mask=there[None, :] & (d < D)[:, None], other=0.0)
+        weight = tl.zeros([ROWS], tl.float32)
+        for start in tl.range(0, pairs, QUERIES):
+            pair = start + tl.arange(0, QUERIES)
+            x = observed_logits(
+                of_ring, keys, pair, tokens, observed, unit % KV_HEADS * G, window, scale, logit_cap,
+                HQ, G, D, DIM, CAP, WIDEN,
+            )  # fmt: skip
+            own = tl.load(lse + lane * max_pairs + pair, mask=pair < pairs, other=0.0)
+            seen = there[None, :] & (pair < pairs)[:, None] & (i[None, :] < count - (pair // G)[:, None])
+            weight += tl.sum(tl.where(seen, tl.exp2(x - own[:, None]), 0.0), 0)
+        into = scores + lane * max_candidates + i - first
+        tl.store(into, weight / pairs.to(tl.float32), mask=(i < last) & (i - first < max_candidates))

@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 
 from kvir.kernels import dispatch
-from support import graph_case, triton_cases, triton_score_cases
+from support import graph_case, trigger_case, triton_cases, triton_score_cases
 
 ROOT = Path(__file__).parents[2]
 MODULES = {
     "support.triton_cases": triton_cases.CASES,
     "support.triton_score_cases": triton_score_cases.CASES,
     "support.graph_case": graph_case.CASES,
+    "support.trigger_case": trigger_case.CASES,
 }
 ALL = [(module, name) for module, cases in MODULES.items() for name in cases]
 

@@ -1,8 +1,5 @@
-"""A stand-in for CUDA graphs: what a captured decode step would replay, replayed on a CPU.
+"""Decode steps of the backend and of its decoder, captured and replayed (`support.capture`).
 
-While a step is captured nothing runs.  Launches are written down with their arguments, and torch may make
-views and fresh memory but compute nothing and read nothing: a graph would not follow that.  A replay runs the
-launches as they were written down, so whatever changes between steps must reach them through memory.
 Run as `support.triton_cases` is.
 """
 
@@ -10,86 +7,26 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvir.kernels.catalog import decode_tile
 from kvir.kernels.ops import FULL, Bounds, Cache
 from kvir.kernels.ref.ops import KERNELS as REF
 from support import tiny_llama
+from support.capture import Launch, capturing, replay
 from support.servers import policy
 from support.triton_cases import off, run
 
-HARMLESS = {"empty", "view", "slice", "select", "as_strided", "detach", "alias", "_unsafe_view", "expand"}
 TOKENS = 640  # logical ids
 LENGTHS = ((200, 31, 1, 0), (17, 230, 16, 90), (64, 65, 0, 0), (3, 1, 2, 150))
-
-
-@dataclass(frozen=True)
-class Launch:
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
-
-    def facts(self, fresh: set[int]) -> tuple[Any, ...]:
-        """What a graph fixes: grid, numbers, and where tensors lie; not so of memory that was made inside."""
-
-        def fact(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            place = "fresh" if value.data_ptr() in fresh else value.data_ptr()
-            return (place, tuple(value.shape), value.stride(), value.dtype)
-
-        keywords = str(sorted(self.keywords.items()))
-        return (self.kernel.fn.__name__, self.grid, tuple(map(fact, self.arguments)), keywords)
-
-
-class NoComputing(TorchDispatchMode):
-    """Refuses what a graph could not follow; notes memory that is made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fresh: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name not in HARMLESS:
-            raise AssertionError(f"{name} in a captured step")
-        out = func(*args, **(kwargs or {}))
-        if name == "empty":
-            self.fresh.add(out.data_ptr())
-        return out
-
-
-@contextmanager
-def capturing() -> Iterator[tuple[list[Launch], NoComputing]]:
-    from triton.runtime.interpreter import InterpretedFunction
-
-    launches: list[Launch] = []
-
-    def note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        launches.append(Launch(self, tuple(grid), args, kwargs))
-
-    mode = NoComputing()
-    with mock.patch.object(InterpretedFunction, "run", note), mode:
-        yield launches, mode
-
-
-def replay(launches: list[Launch]) -> None:
-    for launch in launches:
-        launch.kernel.run(*launch.arguments, grid=launch.grid, warmup=False, **launch.keywords)
 
 
 class Step:
@@ -155,7 +92,7 @@ class Step:
         return worst
 
 
-def backend_of(folder: Path) -> tuple[Any, Tensor]:
+def backend_of(folder: Path, name: str = "table") -> tuple[Any, Tensor]:
     """The backend with pool and allocator of a plan, and req_to_token; every page is resident."""
     from kvir.lowering.load import plan_for_server
     from kvir.sglang_ext import standin
@@ -165,7 +102,7 @@ def backend_of(folder: Path) -> tuple[Any, Tensor]:
     from kvir.sglang_ext.pool import KvirPool
     from kvir.sglang_ext.triton_backend import KvirTritonBackend
 
-    plan = plan_for_server(policy("table"), tiny_llama.make(folder), dtype="float32")
+    plan = plan_for_server(policy(name), tiny_llama.make(folder), dtype="float32")
     pool = KvirPool(
         plan,
         logical_tokens=TOKENS,
@@ -187,7 +124,7 @@ def backend_of(folder: Path) -> tuple[Any, Tensor]:
     whole = torch.cat([shuffled, shuffled.roll(1, 0)], dim=1)
     req_to_token[1:] = (whole[:, :, None] + torch.arange(16)).view(5, 256)
     runner: Any = SimpleNamespace(
-        token_to_kv_pool=pool, token_to_kv_pool_allocator=allocator, model=None,
+        token_to_kv_pool=pool, token_to_kv_pool_allocator=allocator, model=torch.nn.Module(),
         req_to_token_pool=SimpleNamespace(req_to_token=req_to_token),
     )  # fmt: skip
     return KvirTritonBackend(runner), req_to_token
@@ -196,22 +133,37 @@ def backend_of(folder: Path) -> tuple[Any, Tensor]:
 def memory_is_what_the_planner_says() -> float:
     """Static memory of decode, to the byte: without rows by score, and with them."""
     from kvir.kernels.triton.decoder import Decoder, Sizes
+    from kvir.kernels.triton.trigger import Trigger
     from kvir.lowering.course import most_compact_pages
     from kvir.lowering.graph_buckets import decoder_bytes
     from kvir.lowering.load import plan_for_server
+    from kvir.lowering.triggers import device_selections
 
     with TemporaryDirectory() as folder:
         model = tiny_llama.make(Path(folder))
-        layouts = [plan_for_server(policy(x), model, dtype="float32").layout for x in ("table", "snapkv")]
+        layouts = [
+            plan_for_server(policy(x), model, dtype="float32").layout for x in ("table", "snapkv", "captured")
+        ]
     for layout, batch in product(layouts, (1, 3, 16)):
         spare = max((most_compact_pages(layout, c) for c in layout.compact), default=0)
-        assert (spare > 0) == (layout is layouts[1])
+        assert (spare > 0) == (layout is not layouts[0])
         facts, dim = layout.budgeted.bound.model, layout.head_dim
         context = facts.context_tokens // 16, spare, len(facts.layers)
         sizes = Sizes(batch, *context, layout.kv_heads, layout.query_heads, dim, 16)
         zeros = torch.zeros(layout.unit_count, dtype=torch.int32)
         decoder = Decoder(sizes, decode_tile(dim, 3, "float32"), Bounds(zeros, zeros), "cpu")
-        assert decoder.nbytes == decoder_bytes(batch, decoder.work.slots, layout)
+        wanted = decoder.nbytes
+        selections = device_selections(layout)
+        assert (selections.why_not is None) == (layout is layouts[2])
+        if selections.why_not is None:
+            from kvir.sglang_ext.triggers import nuclei_of
+
+            trigger = Trigger(
+                decoder, nuclei_of(selections, layout.unit_count), ring_rows=batch,
+                candidates=selections.candidates, dtype=torch.float32,
+            )  # fmt: skip
+            wanted += trigger.nbytes
+        assert wanted == decoder_bytes(batch, decoder.work.slots, layout)
     return 0.0
 
 
@@ -232,6 +184,17 @@ def replays_follow_lengths() -> float:
         # captured again after all that, the step is the same: no pointer, shape or number has changed
         assert step.capture()[1] == step.facts
     return worst
+
+
+def selections_are_captured() -> float:
+    """A step of a backend whose plan selects in decode: a launch more in every layer, and four at the end."""
+    with TemporaryDirectory() as folder:
+        backend, _ = backend_of(Path(folder), "captured")
+    assert backend._triggers is not None
+    step = Step(backend, 4)
+    assert len(step.launches) == 3 + 4 * len(step.layers) + 4
+    assert step.capture()[1] == step.facts
+    return 0.0
 
 
 def replays_follow_compact_rows() -> float:
@@ -288,6 +251,7 @@ def replays_follow_compact_rows() -> float:
 CASES: dict[str, Callable[[], float]] = {
     "memory-is-what-the-planner-says": memory_is_what_the_planner_says,
     "replays-follow-lengths": replays_follow_lengths,
+    "selections-are-captured": selections_are_captured,
     "replays-follow-compact-rows": replays_follow_compact_rows,
 }
 

@@ -81,5 +81,6 @@ SERVERS: Mapping[str, Setup] = {
     "triton-uniform": Setup("uniform", 2048, environment=TRITON),
     "triton-snapkv": Setup("snapkv", 2048, environment=TRITON),
     "triton-laprox": Setup("laprox", 2048, PLAIN, TRITON),
+    "triton-captured-retract": Setup("captured", 2048, PLAIN, {**TRITON, **RETRACTIONS}),
     "narrow-retract": Setup("narrow", 1024, PLAIN, RETRACTIONS),
 }

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,8 +24,11 @@ from kvir.kernels.ref.select_rule import choose
 from kvir.kernels.score_ops import ScoreInputs
 from kvir.policy_ir import parse
 from kvir.policy_ir.rules import Rule
-from support.graph_case import capturing, replay
+from support.capture import Launch, capturing, replay
 from support.triton_cases import off, run
+
+if TYPE_CHECKING:
+    from kvir.kernels.triton.trigger import Chosen, Due
 
 LAYERS, HEADS, GROUP, DIM, PAGE = 2, 2, 3, 64, 16
 UNITS, QUERY_HEADS = LAYERS * HEADS, HEADS * GROUP
@@ -84,57 +88,64 @@ class Sequence:
         self.held = [torch.arange(self.prompt) for _ in range(UNITS)]
         self.sink = torch.zeros(UNITS, dtype=torch.int32)
 
-    @property
-    def selected(self) -> bool:
-        return bool(self.sink.any())
-
 
 class World:
     """Pool, table and requests; a step for three of them that was captured."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, device: str = "cpu") -> None:
         from kvir.kernels.triton.decoder import Decoder, Sizes
         from kvir.kernels.triton.trigger import Nuclei, Trigger
 
         torch.manual_seed(5)
-        self.case, self.rule = case, rule_of(case)
+        self.case, self.rule, self.device = case, rule_of(case), device
         pages = 5 * MOST // PAGE
         head_pages = 2 * (pages + 5 * SPARE) * UNITS
         table = torch.full((pages + 5 * SPARE, UNITS), -1, dtype=torch.int32)
         shuffled = torch.randperm(head_pages).to(torch.int32)
         table[:pages] = shuffled[: pages * UNITS].view(pages, UNITS)
         self.free = shuffled[pages * UNITS :].tolist()
-        self.cache = Cache(torch.randn(head_pages, 2, PAGE, DIM), table)
-        plain = Bounds(torch.zeros(UNITS, dtype=torch.int32), torch.full((UNITS,), FULL, dtype=torch.int32))
+        self.cache = Cache(torch.randn(head_pages, 2, PAGE, DIM).to(device), table.to(device))
+        plain = Bounds(
+            torch.zeros(UNITS, dtype=torch.int32, device=device),
+            torch.full((UNITS,), FULL, dtype=torch.int32, device=device),
+        )
         sizes = Sizes(3, MOST // PAGE, SPARE, LAYERS, HEADS, QUERY_HEADS, DIM, PAGE)
-        self.decoder = Decoder(sizes, decode_tile(DIM, GROUP, "float32"), plain, "cpu")
+        self.decoder = Decoder(sizes, decode_tile(DIM, GROUP, "float32"), plain, device)
         units = torch.ones(UNITS)
         nuclei = Nuclei(
             (units * WINDOW).int(), units.double() * case.mass, (units * case.floor).int(),
             (units * case.cap).int(),
         )  # fmt: skip
         self.trigger = Trigger(self.decoder, nuclei, ring_rows=6, candidates=MOST, dtype=torch.float32)
-        self.req_to_token = torch.zeros(6, MOST, dtype=torch.int32)
-        self.rows, self.lens, self.slots = (torch.zeros(3, dtype=torch.int64) for _ in range(3))
-        self.q = torch.zeros(LAYERS, 3, QUERY_HEADS, DIM)
-        self.k, self.v = torch.zeros(2, LAYERS, 3, HEADS, DIM)
-        self.out = torch.zeros(LAYERS, 3, QUERY_HEADS, DIM)
-        self.positions = torch.zeros(3, dtype=torch.int64)
-        self.launches, self.facts = self.capture()
+        self.req_to_token = torch.zeros(6, MOST, dtype=torch.int32, device=device)
+        self.rows, self.lens, self.slots = torch.zeros(3, 3, dtype=torch.int64, device=device)
+        self.q, self.out = torch.zeros(2, LAYERS, 3, QUERY_HEADS, DIM, device=device)
+        self.k, self.v = torch.zeros(2, LAYERS, 3, HEADS, DIM, device=device)
+        if device == "cpu":
+            launches, self.facts = self.capture()
+            self.replay = lambda: replay(launches)
+        else:
+            self.launch()  # compiles; without requests nothing is written
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.launch()
+            self.replay = graph.replay
 
-    def capture(self) -> tuple[list[object], list[object]]:
+    def launch(self) -> None:
+        """A step of decode."""
         from kvir.kernels.triton.ops import append
 
+        self.decoder.plan(self.req_to_token, self.rows, self.lens)
+        for layer in range(LAYERS):
+            append(self.k[layer], self.v[layer], self.cache, self.slots, layer * HEADS)
+            self.decoder.attend(layer, self.q[layer], self.cache, SCALE, self.case.logit_cap, self.out[layer])
+            self.trigger.remember(layer, self.q[layer], self.rows, self.lens)
+        self.trigger.select(self.cache, self.rows, SCALE, self.case.logit_cap)
+
+    def capture(self) -> tuple[list[Launch], list[object]]:
         with capturing() as (launches, mode):
-            self.decoder.plan(self.req_to_token, self.rows, self.lens)
-            for layer in range(LAYERS):
-                append(self.k[layer], self.v[layer], self.cache, self.slots, layer * HEADS)
-                self.decoder.attend(
-                    layer, self.q[layer], self.cache, SCALE, self.case.logit_cap, self.out[layer]
-                )
-                self.trigger.remember(layer, self.q[layer], self.rows, self.positions)
-            self.trigger.select(self.cache, self.rows, SCALE, self.case.logit_cap)
-        return list(launches), [launch.facts(mode.fresh) for launch in launches]
+            self.launch()
+        return launches, [launch.facts(mode.fresh) for launch in launches]
 
     def begin(self, prompt: int, row: int) -> Sequence:
         """A prompt is read: rows to the pool, its last queries to the ring."""
@@ -145,11 +156,12 @@ class World:
         self.cache.table[one.spare.long()] = -1
         for position in range(prompt):
             head_pages = self.cache.table[pages[position // PAGE].long()].long()
-            self.cache.kv[head_pages, 0, position % PAGE] = one.k[position].flatten(0, 1)
-            self.cache.kv[head_pages, 1, position % PAGE] = one.v[position].flatten(0, 1)
+            rows = torch.stack([one.k[position].flatten(0, 1), one.v[position].flatten(0, 1)], dim=1)
+            self.cache.kv[head_pages, :, position % PAGE] = rows.to(self.device)
         last = torch.arange(max(0, prompt - WINDOW), prompt)
         for layer in range(LAYERS):
-            self.trigger.remember(layer, one.q[last, layer], torch.full_like(last, row), last)
+            given = one.q[last, layer], torch.full_like(last, row), last + 1
+            self.trigger.remember(layer, *(x.to(self.device) for x in given))
         return one
 
     def step(self, batch: list[Sequence | None], due: set[int]) -> float:
@@ -158,7 +170,6 @@ class World:
 
         for static in (self.rows, self.lens, self.slots):
             static.zero_()
-        self.positions.fill_(-1)
         placed: list[Placed | None] = []
         for i, one in enumerate(batch):
             if one is None:
@@ -167,14 +178,14 @@ class World:
             at = one.tokens
             one.tokens += 1
             one.held = [torch.cat([held, torch.tensor([at])]) for held in one.held]
-            self.rows[i], self.lens[i], self.positions[i] = one.row, one.tokens, at
+            self.rows[i], self.lens[i] = one.row, one.tokens
             self.slots[i] = self.req_to_token[one.row, at]
             self.q[:, i], self.k[:, i], self.v[:, i] = one.q[at], one.k[at], one.v[at]
             recent = torch.full((UNITS,), one.tokens - one.start, dtype=torch.int32)
-            placed.append(Placed(one.spare, one.sink, recent) if one.selected else None)
+            placed.append(Placed(one.spare, one.sink, recent) if one.sink.any() else None)
         self.decoder.place(placed)
         self.trigger.place([self.due(one) if i in due else None for i, one in enumerate(batch)])
-        replay(self.launches)
+        self.replay()
         worst = max(self.attended(i, one) for i, one in enumerate(batch) if one is not None)
         for i, chosen in self.trigger.chosen().items():
             one = batch[i]
@@ -183,7 +194,7 @@ class World:
         return worst
 
     def attended(self, i: int, one: Sequence) -> float:
-        worst = 0.0
+        worst, outs = 0.0, self.out[:, i].cpu()
         for layer in range(LAYERS):
             inputs = one.q[one.tokens - 1, layer].view(HEADS, GROUP, DIM)
             for head in range(HEADS):
@@ -192,17 +203,17 @@ class World:
                 if self.case.logit_cap:
                     logits = self.case.logit_cap * torch.tanh(logits / self.case.logit_cap)
                 wanted = logits.softmax(-1) @ one.v[held, layer, head]
-                worst = max(worst, off(self.out[layer, i, head * GROUP : (head + 1) * GROUP], wanted))
+                worst = max(worst, off(outs[layer, head * GROUP : (head + 1) * GROUP], wanted))
         return worst
 
-    def due(self, one: Sequence | None) -> object:
+    def due(self, one: Sequence | None) -> Due:
         """As a runtime would ask: a head-page for every row that might stay, those that it has first."""
-        from kvir.kernels.triton.trigger import Due
+        from kvir.kernels.triton import trigger
 
         assert one is not None
         run = candidate_rows(self.rule.keep, self.rule.region, one.tokens, one.prompt)
         ends = torch.tensor([[int((held < at).sum()) for at in run] for held in one.held], dtype=torch.int32)
-        table = self.cache.table
+        table = self.cache.table.cpu()
         one.dest = torch.full((UNITS, SPARE), -1, dtype=torch.int32)
         for unit in range(UNITS):
             had = -(-int(one.sink[unit]) // PAGE)
@@ -210,11 +221,11 @@ class World:
             for i in range(had, SPARE):
                 one.dest[unit, i] = self.free.pop()
         left = torch.full((UNITS,), one.tokens % PAGE if self.case.tail else 0, dtype=torch.int32)
-        return Due(torch.ones(UNITS, dtype=torch.bool), ends, left, one.sink, one.dest)
+        return trigger.Due(torch.ones(UNITS, dtype=torch.bool), ends, left, one.sink, one.dest)
 
-    def settle(self, one: Sequence, chosen: object) -> float:
+    def settle(self, one: Sequence, chosen: Chosen) -> float:
         """What was chosen is what the reference chooses, and lies where it should."""
-        counts, flags, worst = chosen.counts, chosen.kept, 0.0  # pyright: ignore[reportAttributeAccessIssue]
+        counts, flags, worst = chosen.counts, chosen.kept, 0.0
         left = one.tokens % PAGE if self.case.tail else 0
         one.sink, one.start = counts.clone(), one.tokens - left
         for unit, held in enumerate(one.held):
@@ -230,12 +241,12 @@ class World:
             assert len(moved) == int(counts[unit])
             count = -(-len(moved) // PAGE)
             dest = one.dest[unit]
-            rows = self.cache.kv[dest[:count].long()].transpose(0, 1).flatten(1, 2)[:, : len(moved)]
+            pages = self.cache.kv[dest[:count].long()].cpu()
+            rows = pages.transpose(0, 1).flatten(1, 2)[:, : len(moved)]
             wanted = torch.stack([one.k[moved, layer, head], one.v[moved, layer, head]])
             worst = max(worst, off(rows, wanted))
-            self.cache.table[one.spare.long(), unit] = torch.where(
-                torch.arange(SPARE) < count, dest, torch.tensor(-1, dtype=torch.int32)
-            )
+            table = torch.where(torch.arange(SPARE) < count, dest, torch.tensor(-1, dtype=torch.int32))
+            self.cache.table[one.spare.long(), unit] = table.to(self.device)
             self.free += [int(page) for page in dest[count:] if page >= 0]
         return worst
 
@@ -258,9 +269,9 @@ class World:
         return choose(self.rule, [offered], GOVERNED, one.prompt)[layer, head]
 
 
-def replays_select(case: Case) -> Callable[[], float]:
+def replays_select(case: Case, device: str = "cpu") -> Callable[[], float]:
     def measured() -> float:
-        world = World(case)
+        world = World(case, device)
         one, two, three = world.begin(20, 1), world.begin(3, 2), world.begin(49, 3)
         worst = 0.0
         for number in range(1, 29):
@@ -276,7 +287,8 @@ def replays_select(case: Case) -> Callable[[], float]:
             worst = max(worst, world.step([four, one, three], {0} if number in (4, 9) else set()))
         held = [len(rows) for x in (one, two, three) for rows in x.held]
         assert min(held) < max(held)
-        assert all(a == b for a, b in zip(world.capture()[1], world.facts, strict=True))
+        if device == "cpu":
+            assert world.capture()[1] == world.facts
         free = [*world.free, *world.cache.table[world.cache.table >= 0].tolist()]
         assert all(a < b for a, b in pairwise(sorted(free)))
         return worst
