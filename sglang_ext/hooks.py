@@ -161,7 +161,7 @@ def _match_cap() -> tuple[int | None, int, int, Any] | None:
 
 
 def settle_triggers(_result: Any, self: Any, *_args: Any, **_kwargs: Any) -> None:
-    after = getattr(self.attn_backend, "after_forward", None)
+    after = getattr(getattr(self, "attn_backend", None), "after_forward", None)
     if after is not None:
         after()
 

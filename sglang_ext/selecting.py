@@ -67,6 +67,7 @@ class RowSelection:
             for layer in self._wants
         }
         self._decoding = {layer for each in self._rules["decode"].values() for layer in each.governed}
+        self._remembering = self._decoding  # layers whose last queries decode will ask for
         layer_ids = [layer.layer_id for layer in plan.model.layers]
         self._parts: ModelParts = needed(model, {layer_ids[i]: w.needs for i, w in self._wants.items()})
 
@@ -74,6 +75,10 @@ class RowSelection:
     def in_decode(self) -> bool:
         """Whether anything is selected after the prompt."""
         return bool(self._decoding)
+
+    def leave_decode(self) -> None:
+        """Others carry out what is selected after the prompt."""
+        self._remembering = set[int]()
 
     # ---- once per forward ----------------------------------------------------------------------------------
 
@@ -100,7 +105,7 @@ class RowSelection:
             if work.phase == "decode":
                 if call.index in self._decoding:
                     self._observe_step(work, call)
-            elif work.state.selects or call.index in self._decoding:
+            elif work.state.selects or call.index in self._remembering:
                 self._observe_chunk(work, call, wants)
 
     def heads_in_blocks(self, work: Work, layer: int) -> list[int]:
@@ -190,7 +195,7 @@ class RowSelection:
             heads = [h for h in self._heads if chosen.moves[unit0 + h] and h not in apart]
             self._select(work, call, memory, {h: held.of(h - self._heads.start) for h in heads}, held)
         memory.forget_sums()
-        if call.index not in self._decoding:
+        if call.index not in self._remembering:
             del work.state.memory[call.index]
 
     def _observe_step(self, work: Work, call: LayerCall) -> None:

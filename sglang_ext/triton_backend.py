@@ -75,6 +75,7 @@ class KvirTritonBackend(KvirAttentionBackend):
         if reason is not None:
             logger.info("kvir: selections of decode run layer by layer, outside of graphs: %s", reason)
             return None
+        self.selection.leave_decode()
         return DeviceTriggers(selections, self.pool, self._decoder, self.req_to_token.shape[0])
 
     # ---- once per forward ----------------------------------------------------------------------------------
@@ -110,9 +111,8 @@ class KvirTritonBackend(KvirAttentionBackend):
         lens = _cpu_lens(forward_batch)
         works = self.selection.of_decode(self.allocator, lens[: len(self.allocator.decoding)])
         self._decoder.place(self._placed(lens))
-        if self._triggers is None:
-            self._works = works
-        else:
+        self._works = works if self._triggers is None else []
+        if self._triggers is not None:
             self._triggers.place(works)
 
     def after_forward(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import fnmatch
+import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -54,14 +56,15 @@ def run_parts(
 ) -> None:
     """The parts that were named, or all; then the figures.  Ends the process: 1 if anything is wrong.
 
-    `options.parts` are names of parts; `options.list` asks for the names alone.
+    `options.parts` are names of parts, or patterns (`*`) of names; `options.list` asks for the names alone.
     """
     if options.list:
         print("\n".join(available))
         return
-    if unknown := [part for part in options.parts if part not in available]:
+    named = {word: fnmatch.filter(list(available), word) for word in options.parts}
+    if unknown := [word for word, parts in named.items() if not parts]:
         parser.error(f"no such part: {', '.join(unknown)}; --list names them")
-    for part in options.parts or available:
+    for part in itertools.chain(*named.values()) if named else available:
         say(part)
         try:
             available[part]()
