@@ -40,7 +40,7 @@ class DeviceSelections:
     """The selections of decode of a layout."""
 
     nuclei: dict[int, Nucleus]  # by unit
-    why_not: str | None  # why the device does not carry them out; None if it does
+    why_not: str | None  # why the device does not carry them out; None if it does, or nothing is selected
 
     @property
     def window(self) -> int:
@@ -63,7 +63,7 @@ def device_selections(layout: LayoutPlan) -> DeviceSelections:
         if isinstance(nucleus, str):
             return DeviceSelections({}, f"rules[{selection.rule}]: {nucleus}")
         found |= dict.fromkeys(c.units, nucleus)
-    return DeviceSelections(found, None if found else "nothing is selected in decode")
+    return DeviceSelections(found, None)
 
 
 def trigger_bytes(batch: int, ring_rows: int, layout: LayoutPlan) -> int:
@@ -71,7 +71,7 @@ def trigger_bytes(batch: int, ring_rows: int, layout: LayoutPlan) -> int:
     of `ring_rows` requests, and scores and flags of the rows that compete, of `batch` requests that run.
     """
     selections = device_selections(layout)
-    if selections.why_not is not None:
+    if not selections.nuclei:
         return 0
     layers = len(layout.budgeted.bound.model.layers)
     query = layout.query_heads * layout.head_dim * DTYPE_BYTES[layout.dtype]

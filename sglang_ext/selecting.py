@@ -71,11 +71,6 @@ class RowSelection:
         layer_ids = [layer.layer_id for layer in plan.model.layers]
         self._parts: ModelParts = needed(model, {layer_ids[i]: w.needs for i, w in self._wants.items()})
 
-    @property
-    def in_decode(self) -> bool:
-        """Whether anything is selected after the prompt."""
-        return bool(self._decoding)
-
     def leave_decode(self) -> None:
         """Others carry out what is selected after the prompt."""
         self._remembering = set[int]()

@@ -67,9 +67,9 @@ class KvirTritonBackend(KvirAttentionBackend):
 
     def _make_triggers(self) -> DeviceTriggers | None:
         """Selections of decode on the device, if all of the plan's can be."""
-        if self.selection is None or not self.selection.in_decode:
-            return None
         selections = device_selections(self.pool.plan.layout)
+        if self.selection is None or not (selections.nuclei or selections.why_not):
+            return None
         ranks = self.pool.residency.geometry.ranks.count
         reason = selections.why_not if ranks == 1 else "ranks exchange what stayed"
         if reason is not None:
