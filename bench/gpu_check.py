@@ -28,7 +28,7 @@ from torch import Tensor
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT)]
 
-from bench.parts.gpu_cases import run_on_gpu  # noqa: E402
+from bench.parts.gpu_cases import run_on_gpu, wrong_of  # noqa: E402
 from bench.parts.gpu_rivals import flashinfer_decode, sglang_decode  # noqa: E402
 from kvir.kernels.catalog import Tile  # noqa: E402
 from kvir.kernels.ops import FULL, Bounds, Cache  # noqa: E402
@@ -154,17 +154,14 @@ def graph() -> None:
     add("gpu_graph_worst_error_over_tolerance", f"{worst:.2f}")
 
 
-def triggers() -> int:
-    """How many cases are wrong."""
+def triggers() -> dict[str, float | str]:
+    """The outcomes of cases that are wrong."""
     cases = {
         name: trigger_case.replays_select(case, "cuda") for name, case in trigger_case.CASES_BY_NAME.items()
     }
-    found = triton_cases.run(cases)
-    wrong = {name: x for name, x in found.items() if not isinstance(x, float) or not x < 1}
-    for name, outcome in wrong.items():
-        print(f"{name}: {outcome}", file=sys.stderr)
+    wrong = wrong_of(cases)
     add("gpu_trigger_cases_wrong", f"{len(wrong)} of {len(cases)}")
-    return len(wrong)
+    return wrong
 
 
 def bounds_of(problem: Ragged) -> Bounds:
@@ -268,7 +265,7 @@ def main() -> int:
     wrong_triggers = triggers()
     # each case compiles kernels of its own, so that many may not fit
     ran, wrong = run_on_gpu(late)
-    for name, outcome in list(wrong.items())[:5]:
+    for name, outcome in [*wrong_triggers.items(), *list(wrong.items())[:5]]:
         print(f"{name}: {outcome}", file=sys.stderr)
     add("gpu_cases", f"{ran} of {len(triton_cases.CASES)}")
     add("gpu_cases_wrong", len(wrong))

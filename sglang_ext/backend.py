@@ -171,8 +171,7 @@ class KvirAttentionBackend(AttentionBackend):
             self.selection.observe(self._works, call)
         # after all reads of the layer: quarantined head-pages may be reused here
         self.kernels.append(k, v, self.pool.cache, forward_batch.out_cache_loc, unit0)
-        if self.selection is not None:
-            self.selection.after_append(self._works, self.layer_index[layer.layer_id])
+        self._after_extend(q, index)
         return self._checked(out, holes, layer)
 
     def _extend_apart(self, call: LayerCall, apart: list[list[int]], out: torch.Tensor) -> int:
@@ -207,8 +206,7 @@ class KvirAttentionBackend(AttentionBackend):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self.kernels.append(k, v, self.pool.cache, forward_batch.out_cache_loc, unit0)
         holes = self._attend_decode(q, layer, unit0, out)
-        if self._works:
-            self._after_attention(q, k, v, layer)
+        self._after_decode(q, k, v, layer, forward_batch)
         return self._checked(out, holes, layer)
 
     def _attend_decode(self, q: torch.Tensor, layer: RadixAttention, unit0: int, out: torch.Tensor) -> int:
@@ -218,10 +216,22 @@ class KvirAttentionBackend(AttentionBackend):
             layer.scaling, layer.logit_cap, out,
         )  # fmt: skip
 
-    def _after_attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention
+    def _after_extend(self, q: torch.Tensor, index: int) -> None:
+        """Selections of a prefill that end in a layer; q [T, Hq, D]."""
+        if self.selection is not None:
+            self.selection.after_append(self._works, index)
+
+    def _after_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
     ) -> None:
         """Selections of a decode step: every row is in the pool."""
+        if not self._works:
+            return
         assert self.selection is not None
         index = self.layer_index[layer.layer_id]
         self.selection.observe(

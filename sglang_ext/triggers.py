@@ -7,6 +7,8 @@ layer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -16,7 +18,6 @@ from kvir.kernels.triton.trigger import Due, Nuclei, Trigger
 from kvir.lowering.triggers import DeviceSelections, Nucleus
 from kvir.sglang_ext.compact import Compact
 from kvir.sglang_ext.forwards import Work
-from kvir.sglang_ext.geometry import IntArray
 from kvir.sglang_ext.pool import KvirPool
 
 NONE = Nucleus(rule=-1, window=0, mass=0.0, floor=0, cap=0, candidates=0)
@@ -37,38 +38,59 @@ class DeviceTriggers:
             candidates=selections.candidates,
             dtype=pool.kv.dtype,
         )
-        self.window = selections.window
         self.remember, self.select = self._trigger.remember, self._trigger.select
-        self._works: dict[int, Work] = {}
+        self._due: dict[int, tuple[Work, Due]] = {}  # by place in the batch
+        self._tail = torch.empty(0, dtype=torch.int64)  # of a prefill: the last queries of each request ...
+        self._tail_rows = self._tail_ends = self._tail  # ... its row, and the tokens up to and with them
+
+    def begin_extend(self, rows: torch.Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
+        """Before a prefill: requests with `starts` tokens get `counts` more; rows int64 [B], of the ring."""
+        tails, ends, begin = list[int](), list[int](), 0
+        for start, count in zip(starts, counts, strict=True):
+            first = max(0, count - self._trigger.window)
+            tails += range(begin + first, begin + count)
+            ends += range(start + first + 1, start + count + 1)
+            begin += count
+        kept = torch.tensor([min(count, self._trigger.window) for count in counts], device=rows.device)
+        self._tail, self._tail_ends = (torch.tensor(x, device=rows.device) for x in (tails, ends))
+        self._tail_rows = rows.repeat_interleave(kept)
+
+    def remember_chunk(self, layer: int, q: torch.Tensor) -> None:
+        """The last queries of each request of a prefill, which decode may look back at; q [T, Hq, D]."""
+        if len(self._tail):
+            self.remember(layer, q[self._tail], self._tail_rows, self._tail_ends)
 
     def place(self, works: list[Work]) -> None:
         """Before a step: those of its requests that select in it."""
-        self._works = {i: work for i, work in enumerate(works) if work.compact is not None}
-        self._trigger.place([None if w.compact is None else self._due(w, w.compact) for w in works])
+        self._due = {i: (w, self._due_of(w, w.compact)) for i, w in enumerate(works) if w.compact is not None}
+        self._trigger.place([self._due[i][1] if i in self._due else None for i in range(len(works))])
 
     def settle(self) -> None:
         """After a step: the books learn what stayed.  Waits for the device if anything was selected."""
-        works, self._works = self._works, {}
-        if not works:
+        due, self._due = self._due, {}
+        if not due:
             return
         for i, found in self._trigger.chosen().items():
-            work = works[i]
+            work, asked = due[i]
             compact = work.compact
             assert compact is not None
             assert compact.chosen is not None
             for unit in np.nonzero(compact.chosen.moves)[0].tolist():
-                self._settle(work, compact, unit, found.kept[unit].numpy(), int(found.counts[unit]))
+                stays = found.kept[unit].numpy(), asked.candidates[unit].tolist()
+                self._settle(work, compact, unit, *stays, int(found.counts[unit]))
             self._pool.residency.compacts.publish(compact)
 
     # ---- parts ---------------------------------------------------------------------------------------------
 
-    def _due(self, work: Work, compact: Compact) -> Due:
+    def _due_of(self, work: Work, compact: Compact) -> Due:
         chosen = compact.chosen
         assert chosen is not None
         units = len(chosen.moves)
         runs, dest = np.zeros((units, 2), np.int32), np.full((units, len(compact.spare_rows)), -1, np.int32)
         for unit in np.nonzero(chosen.moves)[0].tolist():
-            runs[unit] = self._run(work, compact.held_positions(unit, work.tokens), unit)
+            rule = self._rules[unit]
+            ends = candidate_rows(rule.keep, rule.region, work.tokens, work.state.prompt_tokens)
+            runs[unit] = np.searchsorted(compact.held_positions(unit, work.tokens), ends)
             pages = compact.allot(unit)
             dest[unit, : len(pages)] = pages
         return Due(
@@ -79,15 +101,11 @@ class DeviceTriggers:
             dest=torch.from_numpy(dest),
         )
 
-    def _run(self, work: Work, held: IntArray, unit: int) -> IntArray:
-        """Candidates [start, stop) among the rows of a unit."""
-        rule = self._rules[unit]
-        ends = candidate_rows(rule.keep, rule.region, work.tokens, work.state.prompt_tokens)
-        return np.searchsorted(held, ends)
-
-    def _settle(self, work: Work, compact: Compact, unit: int, flags: np.ndarray, count: int) -> None:
+    def _settle(
+        self, work: Work, compact: Compact, unit: int, flags: np.ndarray, run: Sequence[int], count: int
+    ) -> None:
         held = compact.held_positions(unit, work.tokens)
-        start, stop = self._run(work, held, unit).tolist()
+        start, stop = run
         stays = np.ones(len(held), bool)
         stays[start:stop] = flags[: stop - start]
         assert compact.chosen is not None

@@ -46,8 +46,6 @@ class KvirTritonBackend(KvirAttentionBackend):
         self._recent = bounds.recent.cpu().numpy()
         self._triggers = self._make_triggers()
         self.pool.selects_on_device = self._triggers is not None
-        self._tail = torch.empty(0, dtype=torch.int64)  # of a prefill: the last queries of each request ...
-        self._tail_rows = self._tail_ends = self._tail  # ... its row, and the tokens up to and with them
 
     def _make_decoder(self, batch: int) -> Decoder:
         layout = self.pool.own
@@ -93,7 +91,10 @@ class KvirTritonBackend(KvirAttentionBackend):
             self._holes.look()
             super().init_forward_metadata(forward_batch)
             if self._triggers is not None:
-                self._find_tails(forward_batch, self._triggers.window)
+                starts, counts = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+                assert starts is not None
+                assert counts is not None
+                self._triggers.begin_extend(forward_batch.req_pool_indices, starts, counts)
             return
         self.init_forward_metadata_out_graph(forward_batch)
         self.init_forward_metadata_in_graph(forward_batch)
@@ -136,60 +137,28 @@ class KvirTritonBackend(KvirAttentionBackend):
             found.append(Placed(*(torch.from_numpy(x.astype(np.int32)) for x in (rows, sink, recent))))
         return found
 
-    def _find_tails(self, forward_batch: ForwardBatch, window: int) -> None:
-        """The last queries of each request of a prefill, which decode may look back at."""
-        starts, counts = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
-        assert starts is not None
-        assert counts is not None
-        tails, ends, begin = list[int](), list[int](), 0
-        for start, count in zip(starts, counts, strict=True):
-            first = max(0, count - window)
-            tails += range(begin + first, begin + count)
-            ends += range(start + first + 1, start + count + 1)
-            begin += count
-        kept = torch.tensor([min(count, window) for count in counts])
-        device = forward_batch.req_pool_indices.device
-        self._tail, self._tail_ends = (torch.tensor(x, device=device) for x in (tails, ends))
-        self._tail_rows = forward_batch.req_pool_indices.repeat_interleave(kept.to(device))
-
     # ---- once per layer ------------------------------------------------------------------------------------
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        out = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        if self._triggers is not None and len(self._tail):
-            last = q.view(q.shape[0], -1, self.head_dim)[self._tail]
-            index = self.layer_index[layer.layer_id]
-            self._triggers.remember(index, last, self._tail_rows, self._tail_ends)
-        return out
+    def _after_extend(self, q: torch.Tensor, index: int) -> None:
+        super()._after_extend(q, index)
+        if self._triggers is not None:
+            self._triggers.remember_chunk(index, q)
 
-    def forward_decode(
+    def _after_decode(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         layer: RadixAttention,
         forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        out = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+    ) -> None:
         if self._triggers is None:
-            return out
+            super()._after_decode(q, k, v, layer, forward_batch)
+            return
         index, rows = self.layer_index[layer.layer_id], forward_batch.req_pool_indices
-        heads = q.view(q.shape[0], -1, self.head_dim)
-        self._triggers.remember(index, heads, rows, forward_batch.seq_lens)
+        self._triggers.remember(index, q, rows, forward_batch.seq_lens)
         if index == len(self.layer_index) - 1:  # every layer's queries and rows are there
             self._triggers.select(self.pool.cache, rows, layer.scaling, layer.logit_cap)
-        return out
 
     def _attend_decode(self, q: torch.Tensor, layer: RadixAttention, unit0: int, out: torch.Tensor) -> int:
         index = self.layer_index[layer.layer_id]

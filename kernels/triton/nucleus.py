@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from kvir.kernels.triton.rows import head_pages, places
 from kvir.kernels.triton.settings import kernel
-from kvir.kernels.triton.window import lane_facts
+from kvir.kernels.triton.window import lane_facts, lane_rows
 
 HIGHEST_BIT = tl.constexpr(1 << 30)  # of a float32 that is not negative
 BITS = tl.constexpr(31)
@@ -160,10 +159,9 @@ def close_gaps(
     d = tl.arange(0, DIM)
     for start in tl.range(begin, stop, ROWS):
         i = start + tl.arange(0, ROWS)
-        position = places(i, sink, hidden)
-        page, there = head_pages(
-            position, i < stop, pages + b.to(tl.int64) * pages_stride, max_pages, table + unit,
-            logical_pages, table_stride, head_page_count, P,
+        row, there = lane_rows(
+            i, stop, sink, hidden, pages, b, max_pages, table, unit, logical_pages, table_stride,
+            pages_stride, head_page_count, D, P,
         )  # fmt: skip
         inside = (i >= first) & (i < last)
         flag = tl.load(kept + lane * max_candidates + i - first, mask=inside & (i < stop), other=1)
@@ -175,7 +173,7 @@ def close_gaps(
         )
         moved = (stays != 0) & there & (own >= 0) & (own < head_page_count)
         mine = moved[:, None] & (d < D)[None, :]
-        of_k = kv + (page.to(tl.int64) * (2 * P * D) + (position % P) * D)[:, None] + d[None, :]
+        of_k = kv + row[:, None] + d[None, :]
         k = tl.load(of_k, mask=mine, other=0.0)
         v = tl.load(of_k + P * D, mask=mine, other=0.0)
         tl.debug_barrier()

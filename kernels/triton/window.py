@@ -72,6 +72,33 @@ def lane_facts(
 
 
 @kernel()
+def lane_rows(
+    i,  # [ROWS]: numbers of visible rows
+    stop,
+    sink,
+    hidden,
+    pages,  # int32 [B, max_pages]
+    b,
+    max_pages,
+    table,
+    unit,
+    logical_pages,
+    table_stride,
+    pages_stride,
+    head_page_count,
+    D: tl.constexpr,
+    P: tl.constexpr,
+):
+    """Where the keys of rows below `stop` begin in the pool, and whether they are there."""
+    position = places(i, sink, hidden)
+    page, there = head_pages(
+        position, i < stop, pages + b.to(tl.int64) * pages_stride, max_pages, table + unit, logical_pages,
+        table_stride, head_page_count, P,
+    )  # fmt: skip
+    return page.to(tl.int64) * (2 * P * D) + (position % P) * D, there
+
+
+@kernel()
 def observed_logits(
     q,  # the request's and layer's part of the ring
     k,  # [DIM, ROWS]
@@ -148,19 +175,16 @@ def window_lse(
     lane = tl.program_id(0).to(tl.int64)
     sink = tl.load(sinks + lane)
     of_ring = ring + tl.load(rows + b) * ring_stride + (unit // KV_HEADS).to(tl.int64) * layer_stride
-    of_pages = pages + b.to(tl.int64) * pages_stride
     d = tl.arange(0, DIM)
     m = tl.full([QUERIES], -float("inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     for start in tl.range(0, count, ROWS):
         i = start + tl.arange(0, ROWS)
-        position = places(i, sink, hidden)
-        page, there = head_pages(
-            position, i < count, of_pages, max_pages, table + unit, logical_pages, table_stride,
-            head_page_count, P,
+        row, there = lane_rows(
+            i, count, sink, hidden, pages, b, max_pages, table, unit, logical_pages, table_stride,
+            pages_stride, head_page_count, D, P,
         )  # fmt: skip
-        of_k = kv + page.to(tl.int64) * (2 * P * D) + (position % P) * D
-        keys = tl.load(of_k[None, :] + d[:, None], mask=there[None, :] & (d < D)[:, None], other=0.0)
+        keys = tl.load(kv + row[None, :] + d[:, None], mask=there[None, :] & (d < D)[:, None], other=0.0)
         x = observed_logits(
             of_ring, keys, pair, tokens, observed, unit % KV_HEADS * G, window, scale, logit_cap,
             HQ, G, D, DIM, CAP, WIDEN,
@@ -233,13 +257,11 @@ def window_means(
     pairs = observed * G
     for block in tl.range(first + tl.program_id(1) * ROWS, last, tl.num_programs(1) * ROWS):
         i = block + tl.arange(0, ROWS)
-        position = places(i, sink, hidden)
-        page, there = head_pages(
-            position, i < last, pages + b.to(tl.int64) * pages_stride, max_pages, table + unit, logical_pages,
-            table_stride, head_page_count, P,
+        row, there = lane_rows(
+            i, last, sink, hidden, pages, b, max_pages, table, unit, logical_pages, table_stride,
+            pages_stride, head_page_count, D, P,
         )  # fmt: skip
-        of_k = kv + page.to(tl.int64) * (2 * P * D) + (position % P) * D
-        keys = tl.load(of_k[None, :] + d[:, None], mask=there[None, :] & (d < D)[:, None], other=0.0)
+        keys = tl.load(kv + row[None, :] + d[:, None], mask=there[None, :] & (d < D)[:, None], other=0.0)
         weight = tl.zeros([ROWS], tl.float32)
         for start in tl.range(0, pairs, QUERIES):
             pair = start + tl.arange(0, QUERIES)
