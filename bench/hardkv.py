@@ -11,8 +11,9 @@ memory    one request: head-pages at every look against rows, head by head, and 
     every head of a layer to the longest, as the published one does
 crowd     twelve requests of 2,000 generated tokens in a pool for four of full KV, against stock SGLang there
 cost      one request's trigger at 4,096 rows, in a batch of eight, in decode steps
-quality   given answers of 2,000 tokens, text and hidden numbers, at three budgets: Hard-KV, as many rows for
-    every head (top-k), and full KV
+quality:P:CAP    given answers of 2,000 tokens, text and hidden numbers: Hard-KV, as many rows for every head
+    (top-k), floors and caps or rows of each head's own, and full KV.  Answers of a policy are kept in the
+    folder of --answers, and taken again from there
 
 Exit code 1 if anything is not as it must be.
 """
@@ -35,10 +36,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from bench.parts import forced, long_answers
+from bench.parts import forced, head_adaptive, long_answers
 from bench.parts.figures import Figures, run_parts, say
-from bench.parts.hidden import Request
-from bench.parts.paired import share
 from bench.parts.variants import variants
 from evaluation.agree import token_stream
 from evaluation.models import model_path
@@ -49,7 +48,6 @@ from evaluation.server import Launch, Served, Server, serve
 from evaluation.traffic import PAGE_TOKENS, Traffic
 from evaluation.watch import Watch, kvir_state, prefills
 from kvir.calibration.harness import Harness
-from kvir.calibration.polykv.result import interval
 from kvir.lowering.load import plan_for_server
 from support import tiny_llama
 
@@ -66,11 +64,6 @@ RULE = (
 PROMPTS = (40, 120, 255, 300, 513, 700)
 NEW_TOKENS = (600, 512, 300, 450, 64, 600)  # 512 and 64 end on a trigger
 VARIANTS = variants(retract_every=97)
-FIXED = (
-    "keep: [{sink: 4}, {recent: 32}, {top_k: {tokens: %d, counts: kept, by: %s}}], trigger: {every: %d}, "
-    "region: generated"
-)
-BUDGETS = ((0.9, 512), (0.9, 256), (0.6, 256))  # mass and cap
 ANSWERS = 12  # of each kind, at once
 CROWD, CROWD_PROMPT, CROWD_TOKENS, CROWD_CAP, ROOM_FOR = 12, 64, 2000, 256, 4
 
@@ -79,6 +72,7 @@ class Bench:
     def __init__(self, figures: Figures, folder: Path, options: argparse.Namespace) -> None:
         self.figures, self.folder, self.threads = figures, folder, options.threads
         self.crowd_tokens: int = options.crowd_tokens
+        self.answers: Path = options.answers
         self.suffix = "_tiny" if options.tiny else ""
         if options.tiny:
             self.model, self.ids = tiny_llama.make(folder / "tiny"), tiny_llama.token_stream(60_000)
@@ -210,36 +204,27 @@ class Bench:
         self.figures.add("trigger_step_ms", f"{step * 1e3:.0f}")
         self.figures.add("trigger_cost_in_steps", f"{steps:.2f}", ok=steps < 2)
 
-    def quality(self) -> None:
-        """Fixed budgets get the rows that Hard-KV kept on average."""
-        asked = long_answers.requests(Harness(self.model), ANSWERS)
-        full = self._answers("full", self._written("full", "keep: all"), asked)
-        for mass, cap in BUDGETS:
-            label = f"p{mass:g}_cap{cap}"
-            hard = self._answers(f"hardkv_{label}", self.file(mass=mass, cap=cap), asked)
-            rows = round(hard.rows)
-            path = self._written(f"top-{rows}", FIXED % (rows, METRICS["snapkv"], 128))
-            fixed = self._answers(f"top_{rows}", path, asked)
-            for name, one in (("hardkv", hard), ("fixed", fixed)):
-                mean, half = interval(one.losses, full.losses)
-                self.figures.add(f"quality_{label}_{name}_over_full", f"{mean:+.4f} +- {half:.4f}")
-            mean, half = interval(hard.losses, fixed.losses)
-            self.figures.add(f"quality_{label}_hardkv_over_fixed", f"{mean:+.4f} +- {half:.4f}")
+    def quality(self, mass: float, cap: int) -> None:
+        head_adaptive.compare(self.figures, mass, cap, self.model, self._answers)
 
-    def _answers(self, name: str, file: Path, asked: Sequence[Request]) -> long_answers.Long:
+    def _answers(self, name: str, rules: str) -> long_answers.Long:
+        """What a policy makes of the given answers; kept, by its text."""
+        policy = f"kvir: 1\nname: bench\nrules:\n{rules}"
+        return head_adaptive.Kept(self.answers).get(policy, lambda: self._served_answers(name, policy))
+
+    def _served_answers(self, name: str, policy: str) -> long_answers.Long:
+        asked = long_answers.requests(Harness(self.model), ANSWERS)
+        path = self.folder / f"{name}.ir"
+        path.write_text(policy)
         tokens = long_answers.PROMPT_TOKENS + long_answers.ANSWER_TOKENS + 32
         launch = replace(
-            self.launch(file, len(asked) * tokens),
+            self.launch(path, len(asked) * tokens),
             arguments=(*VARIANTS["overlap"][0], *forced.ARGUMENTS),
             max_running_requests=len(asked),
         )
         with serve(launch) as server:
             say(f"{name}: {len(asked)} answers")
-            found = long_answers.measure(server, asked, self.folder)
-        self.figures.add(f"quality_{name}_rows", f"{found.rows:.1f}")
-        self.figures.add(f"quality_{name}_loss", f"{sum(found.losses) / len(found.losses):.4f}")
-        self.figures.add(f"quality_{name}_numbers", f"{share(found.found)}, digits {found.digits:.2f}")
-        return found
+            return long_answers.measure(server, asked, self.folder)
 
     def parts(self) -> Iterator[tuple[str, Callable[[], None]]]:
         for metric in METRICS:
@@ -251,7 +236,8 @@ class Bench:
         yield "memory", self.memory
         yield "crowd", self.crowd
         yield "cost", self.cost
-        yield "quality", self.quality
+        for mass, cap in head_adaptive.BUDGETS:
+            yield f"quality:{mass}:{cap}", lambda m=mass, c=cap: self.quality(m, c)
 
 
 def stream_gaps(
@@ -285,6 +271,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="OpenMP threads of servers and oracle (2)")
     parser.add_argument(
         "--crowd-tokens", type=int, default=CROWD_TOKENS, help="generated by each (%(default)s)"
+    )
+    parser.add_argument(
+        "--answers", type=Path, default=Path("out/hardkv"), metavar="DIR", help="of `quality` (%(default)s)"
     )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

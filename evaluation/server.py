@@ -48,10 +48,11 @@ class Launch:
     threads: int = 1  # of OpenMP; more threads than idle cores make decode many times slower
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    module: str = "sglang.launch_server"
 
     def command(self, port: int) -> list[str]:
         """The command line, as a user would type it."""
-        words = [sys.executable, "-m", "sglang.launch_server", "--device", "cpu", "--port", str(port)]
+        words = [sys.executable, "-m", self.module, "--device", "cpu", "--port", str(port)]
         words += ["--model-path", str(self.model), "--dtype", self.dtype, "--enable-metrics"]
         # An idle scheduler would otherwise spin on a whole core.
         words += ["--max-running-requests", str(self.max_running_requests), "--sleep-on-idle"]

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 ATTEND_OPS = ("append", "attend_decode", "attend_extend")
-SELECT_OPS = ("score", "select", "compact")  # only where a plan selects rows by score
+SELECT_OPS = ("sum", "score", "select", "compact")  # only where a plan selects rows by score
+SUMMED = ("accumulated", "persistent", "noncausal")  # scores that are sums over all queries (`sum`)
 
 EVERYTHING = "*"  # a feature list that has them all
 
@@ -174,9 +175,7 @@ _ATTENDS = ("logit_cap", COMPACT_ROWS, BIASED_ROWS)
 _CPU_ATTEND = Implementation("cpu", ("cpu",), _ALL_DTYPES, features=_ATTENDS)
 _REF = Implementation("ref", ("cpu",), _ALL_DTYPES)
 _REF_ATTEND = Implementation("ref", ("cpu",), _ALL_DTYPES, features=_ATTENDS, planned=(CACHE_POSITIONS,))
-# plain torch runs anywhere, but nobody has tried it on a GPU
-_REF_SELECT = Implementation("ref", ("cpu",), _ALL_DTYPES, features=(EVERYTHING,))
-_REF_SELECT_CUDA = Implementation("ref", ("cuda",), _ALL_DTYPES, features=(EVERYTHING,), built=False)
+_REF_SELECT = Implementation("ref", ("cpu", "cuda"), _ALL_DTYPES, features=(EVERYTHING,))  # plain torch
 
 _TRITON = Implementation("triton", ("cuda",), _ALL_DTYPES, max_head_dim=256)
 _TRITON_ATTEND = Implementation(
@@ -188,14 +187,8 @@ _TRITON_ATTEND = Implementation(
     head_dim_multiple=16,
     max_head_dim=256,
 )
-_TRITON_SCORE = Implementation(
-    "triton",
-    ("cuda",),
-    _ALL_DTYPES,
-    features=("attention", "last_query", "key_norm", "key_diff", "laprox", "rkv", "redundancy"),
-    head_dim_multiple=16,
-    max_head_dim=256,
-    built=False,
+_TRITON_SUM = Implementation(
+    "triton", ("cuda",), _ALL_DTYPES, features=SUMMED, head_dim_multiple=16, max_head_dim=256
 )
 
 
@@ -230,18 +223,10 @@ CATALOG: dict[str, tuple[Implementation, ...]] = {
         _flashinfer("flashinfer", _one_window, _even_lengths, features=_FLASHINFER_READS),
         _TRITON_ATTEND,
     ),
-    "score": (
-        _flashinfer("flashinfer", _no_weights, features=(EVERYTHING,)),
-        _TRITON_SCORE,
-        _REF_SELECT_CUDA,
-        _REF_SELECT,
-    ),
-    "select": (_REF_SELECT_CUDA, _REF_SELECT),
-    "compact": (
-        Implementation("triton", ("cuda",), _ALL_DTYPES, max_head_dim=256, built=False),
-        _REF_SELECT_CUDA,
-        _REF_SELECT,
-    ),
+    "sum": (_TRITON_SUM, _REF_SELECT),
+    "score": (_flashinfer("flashinfer", _no_weights, features=(EVERYTHING,)), _REF_SELECT),
+    "select": (_REF_SELECT,),
+    "compact": (_REF_SELECT,),
 }
 
 

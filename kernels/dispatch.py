@@ -6,6 +6,7 @@ import logging
 from importlib import import_module
 
 from kvir.kernels.ops import Kernels
+from kvir.kernels.score_ops import SumKernels
 
 # A module here has `KERNELS`; where it may be unusable also `available() -> str | None`, None or the reason.
 MODULES = {
@@ -13,6 +14,7 @@ MODULES = {
     "cpu": "kvir.kernels.cpu.ops",
     "triton": "kvir.kernels.triton.ops",
 }
+SUM_MODULES = {"ref": "kvir.kernels.ref.score_running", "triton": "kvir.kernels.triton.sums"}
 FALLBACK = "ref"
 
 log = logging.getLogger(__name__)
@@ -48,3 +50,9 @@ def choose(preferred: str) -> Kernels:
         return get(preferred)
     log.warning("kernels %r cannot run here (%s); using %r, which is slow", preferred, reason, FALLBACK)
     return get(FALLBACK)
+
+
+def sums(preferred: str) -> SumKernels:
+    """The sums over all queries of the kernels called `preferred`, or the reference's."""
+    usable = preferred in SUM_MODULES and unavailable(preferred) is None
+    return import_module(SUM_MODULES[preferred if usable else FALLBACK]).SUMS

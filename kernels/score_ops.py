@@ -30,6 +30,7 @@ from kvir.policy_ir.rules import Merge
 from kvir.policy_ir.scores import Accumulated, Noncausal, Norm, Persistent, Score
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Need = Literal[
@@ -136,6 +137,45 @@ class Running(Protocol):
     ) -> None: ...
 
     def sums(self) -> Sums: ...
+
+
+class LogSumExp(Protocol):
+    """The natural log of the sum of exp(logit) over the rows that each query sees: float32 [T, Hq]."""
+
+    def __call__(
+        self,
+        q: Tensor,  # [T, Hq, D]
+        k: Tensor,  # [n, Hkv, D]
+        q_positions: Tensor,  # int64 [T]
+        scale: float,
+        *,
+        logit_cap: float = 0.0,
+        k_positions: Tensor | None = None,  # int64 [n]; None: 0 .. n - 1
+    ) -> Tensor: ...
+
+
+class RunningOf(Protocol):
+    """Empty sums of a score, on a device, for a sequence that will have `tokens` tokens when it is asked."""
+
+    def __call__(
+        self,
+        spec: RunningScore,
+        query_heads: int,
+        scale: float,
+        *,
+        tokens: int,
+        logit_cap: float = 0.0,
+        device: torch.device | str = "cpu",
+    ) -> Running: ...
+
+
+@dataclass(frozen=True)
+class SumKernels:
+    """An implementation of sums over all queries."""
+
+    name: str
+    log_sum_exp: LogSumExp
+    running_of: RunningOf
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from kvir.kernels.catalog import (
     CACHE_POSITIONS,
     COMPACT_ROWS,
     SELECT_OPS,
+    SUMMED,
     Job,
     candidates,
     decode_tile,
@@ -147,6 +148,8 @@ def layer_job(op: str, layout: LayoutPlan, index: int, device: DeviceFacts) -> J
     elif op in SELECT_OPS:
         rules = [budgeted.bound.verified.policy.rules[i] for i in sorted({s.rule for s in selections})]
         needs = tuple(sorted({need for rule in rules for need in _select_needs(op, rule)}))
+        if op == "sum" and not needs:
+            return None
     return Job(
         device=device.kind,
         dtype=layout.dtype,
@@ -180,9 +183,11 @@ def _attend_needs(layout: LayoutPlan, index: int, selections: Sequence[Selection
 
 
 def _select_needs(op: str, rule: Rule) -> Iterator[str]:
-    """What a rule asks of `score`, `select` or `compact`."""
+    """What a rule asks of `sum`, `score`, `select` or `compact`."""
     for term in rule.keep:
         match op, term:
+            case "sum", TopK() | TopP():
+                yield from (word for word in _score_tags(term) if word in SUMMED)
             case "score", TopK() | TopP():
                 yield from _score_tags(term)
             case "select", TopK():

@@ -176,8 +176,8 @@ LOWERING: dict[str, Code] = {
         "kernels that are not built yet",
         "The plan needs kernels that this version of kvir knows as data only.",
         "`kvir show` and `kvir lower` plan with them; a server could not run them.",
-        "--device cuda --kv-ir snapkv.ir",
-        "--device cpu --kv-ir snapkv.ir",
+        "--device cuda --kv-ir chat.ir --model-path ./gpt-oss",
+        "--device cuda --kv-ir chat.ir --model-path ./llama",
     ),
     "KV601": Code(
         "not a plan",

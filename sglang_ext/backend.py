@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
-def kernels_of(plan: ExecutionPlan) -> str:
-    """The kernels to use: the plan's, or those that the variable names, to try or to test them."""
+def kernels_of(plan: ExecutionPlan, op: str = "attend_decode") -> str:
+    """The kernels to use for an op: the plan's, or those that the variable names, to try or to test them;
+    an empty name if the plan has no use for it."""
     chosen = {choice.op: choice.implementation for choice in plan.choices}
-    return os.environ.get(KERNELS_VARIABLE) or chosen["attend_decode"]
+    return os.environ.get(KERNELS_VARIABLE) or chosen.get(op, "")
 
 
 class KvirAttentionBackend(AttentionBackend):
@@ -64,7 +65,9 @@ class KvirAttentionBackend(AttentionBackend):
         self.allocator = allocator
         self.selection = None
         if pool.plan.layout.compact:
-            self.selection = RowSelection(pool.plan, pool, runner.model, _exchange(pool))
+            sums = dispatch.sums(kernels_of(pool.plan, "sum"))
+            pool.sums_name = sums.name
+            self.selection = RowSelection(pool.plan, pool, runner.model, _exchange(pool), sums)
         self._works: list[Work] = []
 
     # ---- once per forward ----------------------------------------------------------------------------------

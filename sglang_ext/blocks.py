@@ -43,7 +43,7 @@ def attend_block(
     """
     count, rows = q.shape[0], held.k.shape[0]
     keys, values = torch.cat([held.k[:, 0], k]), torch.cat([held.v[:, 0], v])
-    mask = torch.ones(count, rows + count, dtype=torch.bool).tril(rows)
+    mask = torch.ones(count, rows + count, dtype=torch.bool, device=q.device).tril(rows)
     if logit_cap:
         logits = torch.einsum("tgd,nd->tgn", q.float(), keys.float()) * scale
         logits = logit_cap * torch.tanh(logits / logit_cap)
@@ -57,8 +57,10 @@ def attend_block(
 
 def extended(held: HeldRows, k: torch.Tensor, v: torch.Tensor, start: int) -> HeldRows:
     """Held rows of one head, and after them rows k, v [T, D] of the tokens from `start` on."""
-    positions = torch.arange(start, start + k.shape[0])
-    before = torch.arange(held.k.shape[0]) if held.positions is None else held.positions
+    positions = torch.arange(start, start + k.shape[0], device=k.device)
+    before = held.positions
+    if before is None:
+        before = torch.arange(held.k.shape[0], device=k.device)
     return HeldRows(
         torch.cat([held.k, k[:, None]]), torch.cat([held.v, v[:, None]]), torch.cat([before, positions])
     )

@@ -97,6 +97,7 @@ class Evidence:
             "plan": plan.policy.name,
             "fingerprint": plan.fingerprint,
             "kernels": self._pool.kernels_name,
+            "sums": self._pool.sums_name,
             "selects_on_device": self._pool.selects_on_device,
             "units": res.geometry.unit_count,
             "kv_heads": res.geometry.kv_heads,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvir.lowering.stages import ExecutionPlan
+from kvir.lowering.triggers import device_selections
 
 if TYPE_CHECKING:
     import torch
@@ -15,21 +16,34 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def graphs_of(config: CudaGraphConfig, plan: ExecutionPlan, *, own_list: bool) -> CudaGraphConfig:
+def graphs_of(
+    config: CudaGraphConfig, plan: ExecutionPlan, *, own_list: bool, ranks: int = 1
+) -> CudaGraphConfig:
     """Decode is captured for the plan's batch sizes, as far as SGLang has memory for, or for the user's own
-    list.
+    list; not at all if the host chooses rows in it, which a graph that is replayed would leave out.
 
     Prefill is not captured: a captured prompt is padded, and the residency follows true lengths.
     """
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
     config = with_phase(config, Phase.PREFILL, backend=Backend.DISABLED)
+    if (reason := host_selects(plan, ranks)) is not None:
+        logger.info("kvir: decode is not captured in graphs: %s", reason)
+        return with_phase(config, Phase.DECODE, backend=Backend.DISABLED)
     decode = config.decode
     most = decode.max_bs or 0
     sizes = [bucket.batch for bucket in plan.buckets.decode if bucket.batch <= most]
     if decode.backend == Backend.DISABLED or own_list or not sizes:
         return config
     return with_phase(config, Phase.DECODE, bs=sizes, max_bs=sizes[-1])
+
+
+def host_selects(plan: ExecutionPlan, ranks: int) -> str | None:
+    """Why selections of decode run on the host, layer by layer; None if they do not, or there are none."""
+    selections = device_selections(plan.layout)
+    if selections.why_not is None and selections.nuclei and ranks > 1:
+        return "ranks exchange what stayed"
+    return selections.why_not
 
 
 def declare_graphs(args: Any, config: Any, plan: ExecutionPlan) -> None:
@@ -40,7 +54,7 @@ def declare_graphs(args: Any, config: Any, plan: ExecutionPlan) -> None:
     if not plan.buckets.decode or config.cuda_graph_config is None:
         return
     own_list = (Phase.DECODE, "bs") in getattr(args, "_cuda_graph_config_locked", ())
-    graphs = graphs_of(config.cuda_graph_config, plan, own_list=own_list)
+    graphs = graphs_of(config.cuda_graph_config, plan, own_list=own_list, ranks=config.tp_size)
     declare_resolution(args, "kvir", cuda_graph_config=graphs)
 
 

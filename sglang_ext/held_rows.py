@@ -39,15 +39,25 @@ class RowReader:
         before = self.layer(layer, pages, start)
         return HeldRows(torch.cat([before.k, k]), torch.cat([before.v, v]))
 
-    def none(self) -> HeldRows:
+    def before(
+        self, unit: tuple[int, int], pages: IntArray, tokens: int, compact: Compact | None
+    ) -> HeldRows:
+        """One unit as the first `tokens` tokens have left it."""
+        if not tokens:
+            return self._none()
+        if compact is None:
+            return self.dense(unit, pages, tokens)
+        return self.unit(unit, pages, tokens, compact)
+
+    def _none(self) -> HeldRows:
         """One head that holds nothing."""
         empty = self._pool.kv.new_empty((0, 1, self._pool.kv.shape[-1]))
-        return HeldRows(empty, empty, torch.empty(0, dtype=torch.int64))
+        return HeldRows(empty, empty, empty.new_empty(0, dtype=torch.int64))
 
     def layer(self, layer: int, pages: IntArray, tokens: int) -> HeldRows:
         """All heads of this rank, from the dense pages of the first `tokens` tokens."""
         pool, unit = self._pool, layer * len(self._heads)
-        logical = torch.from_numpy(pages[: -(-tokens // pool.page_size)])
+        logical = self._there(pages[: -(-tokens // pool.page_size)])
         head_pages = pool.table[logical, unit : unit + len(self._heads)].long()
         # [pages, Hkv, 2, P, D] -> [2, pages * P, Hkv, D]
         rows = pool.kv[head_pages].permute(2, 0, 3, 1, 4).flatten(1, 2)[:, :tokens]
@@ -69,9 +79,9 @@ class RowReader:
             self._dense_pages(unit, pages, start, tokens), first - start * size, tokens - start * size, None
         )
         copied = int(compact.copied[number])
-        own = torch.from_numpy(compact.table[: -(-copied // size), number].astype("int64"))
+        own = self._there(compact.table[: -(-copied // size), number].astype("int64"))
         old = self._one(own, 0, copied, None)
-        positions = torch.from_numpy(compact.held_positions(number, tokens))
+        positions = self._there(compact.held_positions(number, tokens))
         bias = None
         if self._pool.bias is not None:
             merged = self._pool.bias[own].flatten()[:copied]
@@ -79,9 +89,12 @@ class RowReader:
         return HeldRows(torch.cat([old.k, dense.k]), torch.cat([old.v, dense.v]), positions, bias)
 
     def _dense_pages(self, unit: tuple[int, int], pages: IntArray, first: int, tokens: int) -> torch.Tensor:
-        logical = torch.from_numpy(pages[first : -(-tokens // self._pool.page_size)])
+        logical = self._there(pages[first : -(-tokens // self._pool.page_size)])
         layer, head = unit[0], unit[1] - self._heads.start
         return self._pool.table[logical, layer * len(self._heads) + head].long()
+
+    def _there(self, numbers: IntArray) -> torch.Tensor:
+        return torch.from_numpy(numbers).to(self._pool.kv.device)
 
     def _one(
         self, head_pages: torch.Tensor, start: int, stop: int, positions: torch.Tensor | None

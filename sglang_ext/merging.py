@@ -36,11 +36,12 @@ class Reference:
         """The rows `kept` of one KV head, with the others in those that were candidates."""
         into = kept[(kept >= candidates[0]) & (kept < candidates[1])]
         q = self.q[-self.spec.queries :, query_heads]
-        rows = held.k.shape[0]
-        positions = torch.arange(rows) if held.positions is None else held.positions
-        bias = torch.zeros(rows) if held.bias is None else held.bias
+        rows, where = held.k.shape[0], held.k.device
+        positions = torch.arange(rows, device=where) if held.positions is None else held.positions
+        bias = torch.zeros(rows, device=where) if held.bias is None else held.bias
+        at = torch.arange(self.tokens - q.shape[0], self.tokens, device=where)
         k, v, bias = merge_rows(
             self.spec, held.k[:, 0], held.v[:, 0], bias, positions, kept, into,
-            q, torch.arange(self.tokens - q.shape[0], self.tokens), self.scale, self.logit_cap,
+            q, at, self.scale, self.logit_cap,
         )  # fmt: skip
         return replace(held, k=k[:, None], v=v[:, None], positions=positions[kept], bias=bias)

@@ -43,8 +43,9 @@ class ModelParts:
         heads = self._radix(layer_id)
         size = heads.tp_q_head_num * heads.v_head_dim
         dtype = getattr(projection, "params_dtype", torch.float32)
-        origin = _out(projection(torch.zeros(1, size, dtype=dtype))).float()
-        rows = _out(projection(torch.eye(size, dtype=dtype))).float() - origin
+        where = next(projection.parameters()).device
+        origin = _out(projection(torch.zeros(1, size, dtype=dtype, device=where))).float()
+        rows = _out(projection(torch.eye(size, dtype=dtype, device=where))).float() - origin
         return rows.view(heads.tp_q_head_num, heads.v_head_dim, -1)
 
     def gram(self, layer_id: int) -> torch.Tensor:

@@ -12,8 +12,7 @@ import torch
 
 from kvir.kernels.ref.score_expected import QueryMoments
 from kvir.kernels.ref.score_needs import needs, running, skips, window
-from kvir.kernels.ref.score_running import log_sum_exp, running_of
-from kvir.kernels.score_ops import Moments, Need, Rope, Running, RunningScore, Sums
+from kvir.kernels.score_ops import Moments, Need, Rope, Running, RunningScore, SumKernels, Sums
 from kvir.policy_ir.scores import Noncausal, Score
 
 
@@ -42,10 +41,17 @@ class LayerMemory:
     """One layer of one request: fed chunk by chunk and step by step, asked when rows are selected."""
 
     def __init__(
-        self, wants: Wants, prompt_tokens: int, scale: float, logit_cap: float, rope: Rope | None
+        self,
+        wants: Wants,
+        prompt_tokens: int,
+        scale: float,
+        logit_cap: float,
+        rope: Rope | None,
+        sums: SumKernels,
     ) -> None:
         self._wants, self._prompt = wants, prompt_tokens
         self._scale, self._cap, self._rope = scale, logit_cap, rope
+        self._kernels = sums
         self.queries: torch.Tensor | None = None
         self._running: dict[RunningScore, Running] = {}
         self._moments: dict[int, QueryMoments] = {}
@@ -61,16 +67,21 @@ class LayerMemory:
     def add_up(self, q: torch.Tensor, k: torch.Tensor | None, start: int) -> None:
         """q [T, Hq, D] of the chunk that begins at token `start`; k [start + T, Hkv, D] if sums are asked."""
         wants = self._wants
-        positions = torch.arange(start, start + q.shape[0])
+        positions = torch.arange(start, start + q.shape[0], device=q.device)
         if wants.running:
             assert k is not None
             lse = torch.empty(0)
             if any(not isinstance(spec, Noncausal) for spec in wants.running):
-                lse = log_sum_exp(q, k, positions, self._scale, logit_cap=self._cap)
+                lse = self._kernels.log_sum_exp(q, k, positions, self._scale, logit_cap=self._cap)
             for spec in wants.running:
                 if spec not in self._running:
-                    self._running[spec] = running_of(
-                        spec, q.shape[1], self._scale, tokens=self._prompt, logit_cap=self._cap
+                    self._running[spec] = self._kernels.running_of(
+                        spec,
+                        q.shape[1],
+                        self._scale,
+                        tokens=self._prompt,
+                        logit_cap=self._cap,
+                        device=q.device,
                     )
                 self._running[spec].update(q, lse, k, positions)
         for skip in wants.skips:

@@ -53,6 +53,7 @@ class KvirPool(KVCache):
         page_count = logical_tokens // page_tokens + 1
         self.shadow_base = page_count
         self.kernels_name = ""  # set by the attention backend: what really runs
+        self.sums_name = ""  # the same, of sums over all queries; empty if rows are not selected
         self.selects_on_device = False  # in decode; the same
         spare_rows = self._spare_rows(geometry) if geometry.selects.any() else 0
         self.residency = Residency(

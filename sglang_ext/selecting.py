@@ -17,7 +17,7 @@ from kvir.kernels.ref.compact import copy_biases
 from kvir.kernels.ref.prompt_inputs import of_query_heads
 from kvir.kernels.ref.select_offer import LayerState, Offer, Unit, offer
 from kvir.kernels.ref.select_rule import choose
-from kvir.kernels.score_ops import ScoreInputs
+from kvir.kernels.score_ops import ScoreInputs, SumKernels
 from kvir.lowering.stages import ExecutionPlan
 from kvir.policy_ir.nodes import Phase
 from kvir.sglang_ext.blocks import attend_block, blocks, extended, left
@@ -38,9 +38,14 @@ class RowSelection:
     """What a plan selects, and what that takes to remember."""
 
     def __init__(
-        self, plan: ExecutionPlan, pool: KvirPool, model: torch.nn.Module, exchange: Exchange | None = None
+        self,
+        plan: ExecutionPlan,
+        pool: KvirPool,
+        model: torch.nn.Module,
+        exchange: Exchange | None,
+        sums: SumKernels,
     ) -> None:
-        self._pool = pool
+        self._pool, self._sums = pool, sums
         self._rows = RowReader(pool)
         self._kv_heads = plan.layout.kv_heads
         self._heads = pool.residency.geometry.own_heads  # this rank's; heads are counted through the model
@@ -123,7 +128,10 @@ class RowSelection:
         for number, each in self._blocks[call.index]:
             assert each.block_tokens is not None
             memory.queries = before
-            held = {h: self._before(work, call.index, h) for h in self._own(each, call.index)}
+            held = {
+                head: self._rows.before((call.index, head), work.pages, work.start, work.state.compact)
+                for head in self._own(each, call.index)
+            }
             for block in blocks(work.start, work.tokens, prompt, each.block_tokens):
                 part = slice(block.start - work.start, block.stop - work.start)
                 rows = slice(work.begin + part.start, work.begin + part.stop)
@@ -141,15 +149,6 @@ class RowSelection:
                         held[head] = left(held[head], kept)
             for head, rows_left in held.items():
                 self._copy(work, (call.index, head), None, rows_left)
-
-    def _before(self, work: Work, layer: int, head: int) -> HeldRows:
-        """Rows of one head before this chunk."""
-        if not work.start:
-            return self._rows.none()
-        compact, unit = work.state.compact, (layer, head)
-        if compact is None:
-            return self._rows.dense(unit, work.pages, work.start)
-        return self._rows.unit(unit, work.pages, work.start, compact)
 
     def after_append(self, works: list[Work], layer: int) -> None:
         """Every row of this layer is in its dense pages: rules that end here and span layers are decided."""
@@ -214,7 +213,9 @@ class RowSelection:
         memory = work.state.memory.get(call.index)
         if memory is None:
             rope = self._parts.rope(call.layer_id) if "rope" in wants.needs else None
-            memory = LayerMemory(wants, work.state.prompt_tokens, call.scale, call.logit_cap, rope)
+            memory = LayerMemory(
+                wants, work.state.prompt_tokens, call.scale, call.logit_cap, rope, self._sums
+            )
             work.state.memory[call.index] = memory
         return memory
 
@@ -267,7 +268,7 @@ class RowSelection:
         """Of all heads of a layer, without the rows."""
         inputs = score_inputs(self._wants[call.index].needs, self._parts, call, memory)
         seen = 0 if inputs.q_obs is None else inputs.q_obs.shape[0]
-        positions = torch.arange(tokens - seen, tokens)
+        positions = torch.arange(tokens - seen, tokens, device=call.q.device)
         return replace(inputs, q_positions=positions, first_head=self._heads.start)
 
     def _of_head(self, inputs: ScoreInputs, head: int, held: HeldRows) -> ScoreInputs:
@@ -288,10 +289,10 @@ class RowSelection:
         if compact is None or compact.chosen is None or not compact.chosen.moves[number]:
             return
         if kept is None:
-            kept = torch.arange(held.k.shape[0])
+            kept = torch.arange(held.k.shape[0], device=held.k.device)
         positions = kept if held.positions is None else held.positions[kept]
         moved = positions < int(compact.chosen.at[number] - compact.chosen.left[number])
-        pages = torch.from_numpy(compact.place(number, positions[moved].numpy()))
+        pages = torch.from_numpy(compact.place(number, positions[moved].cpu().numpy())).to(kept.device)
         copy_rows(held.k[:, 0], held.v[:, 0], kept[moved], self._pool.kv, pages)
         if self._pool.bias is not None:
             copy_biases(held.bias, kept[moved], self._pool.bias, pages)

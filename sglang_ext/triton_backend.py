@@ -21,6 +21,7 @@ from kvir.lowering.course import most_compact_pages
 from kvir.lowering.footprint import ceil_div
 from kvir.lowering.triggers import device_selections
 from kvir.sglang_ext.backend import KvirAttentionBackend
+from kvir.sglang_ext.graphs import host_selects
 from kvir.sglang_ext.triggers import DeviceTriggers
 
 if TYPE_CHECKING:
@@ -65,13 +66,12 @@ class KvirTritonBackend(KvirAttentionBackend):
 
     def _make_triggers(self) -> DeviceTriggers | None:
         """Selections of decode on the device, if all of the plan's can be."""
-        selections = device_selections(self.pool.plan.layout)
-        if self.selection is None or not (selections.nuclei or selections.why_not):
-            return None
-        ranks = self.pool.residency.geometry.ranks.count
-        reason = selections.why_not if ranks == 1 else "ranks exchange what stayed"
+        reason = host_selects(self.pool.plan, self.pool.residency.geometry.ranks.count)
         if reason is not None:
             logger.info("kvir: selections of decode run layer by layer, outside of graphs: %s", reason)
+            return None
+        selections = device_selections(self.pool.plan.layout)
+        if self.selection is None or not selections.nuclei:
             return None
         self.selection.leave_decode()
         return DeviceTriggers(selections, self.pool, self._decoder, self.req_to_token.shape[0])

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.parts.forced import follow
 from bench.parts.hidden import ASK, TEXT, Request, fact_and_digits
 from evaluation.server import Server
+from evaluation.traffic import PAGE_TOKENS
 from evaluation.watch import Watch
 from kvir.calibration.harness import Harness
 from kvir.calibration.samples import token_ids
@@ -63,6 +65,13 @@ def measure(server: Server, asked: Sequence[Request], folder: Path) -> Long:
         right = one.right(request.after, request.counted)
         found.append(all(right))
         digits.append(statistics.fmean(right))
-    left = [r["selected"]["rows"] for look in watch.seen for r in look["running"] if r["selected"]]
+    left = [_rows_of_units(r) for look in watch.seen for r in look["running"] if r["selected"]]
     rows = statistics.fmean(statistics.fmean(units) for units in left) if left else 0.0
     return Long(tuple(losses), tuple(found), statistics.fmean(digits), rows)
+
+
+def _rows_of_units(running: dict[str, Any]) -> list[int]:
+    """What the last selection left of each unit; a unit that never selects holds every row."""
+    selected = running["selected"]
+    every = running["pages"] * PAGE_TOKENS
+    return [rows if at else every for rows, at in zip(selected["rows"], selected["at"], strict=True)]

@@ -37,7 +37,7 @@ def merge_rows(
     logit_cap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """k, v [len(stay), D] and bias [len(stay)] of the rows that stay.  Shapes as in `MergeRows`."""
-    going = torch.ones(k.shape[0], dtype=torch.bool)
+    going = torch.ones(k.shape[0], dtype=torch.bool, device=k.device)
     going[stay] = False
     losers = going.nonzero()[:, 0]
     if not len(losers) or not len(into):
@@ -48,7 +48,7 @@ def merge_rows(
     lse = logits.logsumexp(-1, keepdim=True)  # [R, G, 1]
     mass = torch.exp(logits - lse).sum((0, 1))  # [n]
     target = _targets(spec, mass, losers, into)
-    group = torch.arange(k.shape[0])  # the row that stays, of every row of a group
+    group = torch.arange(k.shape[0], device=k.device)  # the row that stays, of every row of a group
     group[losers] = target
     weights = _weights(spec, mass, group)
     new_v = torch.zeros_like(values).index_add_(0, group, weights[:, None] * values)
@@ -81,7 +81,7 @@ def _targets(spec: Merge, mass: Tensor, losers: Tensor, into: Tensor) -> Tensor:
             count = min(len(losers), len(into))
             # in the order of positions: a ranking of all rows would hang on the last bits of their masses
             least = into[torch.argsort(mass[into], stable=True)[:count].sort().values]
-            return least[torch.arange(len(losers)) * count // len(losers)]
+            return least[torch.arange(len(losers), device=losers.device) * count // len(losers)]
         case _:
             assert_never(spec.into)
 

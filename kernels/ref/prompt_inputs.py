@@ -89,10 +89,12 @@ def running_sums(
 ) -> dict[RunningScore, Sums]:
     """The running sums of scores, fed chunk by chunk; one account of the softmax serves them all."""
     n, heads = q.shape[:2]
-    made = {spec: running_of(spec, heads, scale, tokens=n, logit_cap=logit_cap) for spec in specs}
+    made = {
+        spec: running_of(spec, heads, scale, tokens=n, logit_cap=logit_cap, device=q.device) for spec in specs
+    }
     for start in range(0, n if specs else 0, chunk):
         stop = min(start + chunk, n)
-        queries, keys, positions = q[start:stop], k[:stop], torch.arange(start, stop)
+        queries, keys, positions = q[start:stop], k[:stop], torch.arange(start, stop, device=q.device)
         lse = log_sum_exp(queries, keys, positions, scale, logit_cap=logit_cap)
         for sums in made.values():
             sums.update(queries, lse, keys, positions)
@@ -103,5 +105,5 @@ def _moments(q: Tensor, rope: Rope, skip: int, chunk: int) -> Moments:
     found = QueryMoments(q.shape[1], q.shape[2], rope, skip=skip)
     for start in range(0, q.shape[0], chunk):
         stop = min(start + chunk, q.shape[0])
-        found.update(q[start:stop], torch.arange(start, stop))
+        found.update(q[start:stop], torch.arange(start, stop, device=q.device))
     return found.moments()

@@ -78,7 +78,7 @@ def score_parts(spec: Score, parts: Sequence[ScoreInputs], precision: Precision 
     scores = []
     for part in parts:
         start, stop = part.candidates
-        out = torch.full((part.k.shape[1], part.k.shape[0]), -torch.inf)
+        out = torch.full((part.k.shape[1], part.k.shape[0]), -torch.inf, device=part.k.device)
         if start < stop:
             out[:, start:stop] = next(found).float()
         scores.append(out)

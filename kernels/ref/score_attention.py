@@ -78,7 +78,7 @@ def window_weights(spec: Attention, inputs: ScoreInputs) -> Tensor:
         logits = reduce(logits, spec.group, dim=1, keepdim=True)
     if spec.pool_at == "logits":
         logits = _pooled(logits, spec.pool, spec.pool_over, inputs.candidates)
-    hidden = torch.zeros(q.shape[0], inputs.k.shape[0], dtype=torch.bool)
+    hidden = torch.zeros(q.shape[0], inputs.k.shape[0], dtype=torch.bool, device=q.device)
     if spec.causal:
         hidden |= row_positions(inputs)[None, :] > q_positions[:, None]
     if spec.softmax == "candidates":
@@ -114,7 +114,9 @@ def observed(inputs: ScoreInputs, window: int) -> tuple[Tensor, Tensor]:
 
 def row_positions(inputs: ScoreInputs) -> Tensor:
     """int64 [n]."""
-    return torch.arange(inputs.k.shape[0]) if inputs.positions is None else inputs.positions
+    if inputs.positions is not None:
+        return inputs.positions
+    return torch.arange(inputs.k.shape[0], device=inputs.k.device)
 
 
 def logits_of(q: Tensor, k: Tensor, scale: float, logit_cap: float) -> Tensor:

@@ -22,8 +22,9 @@ class QueryMoments:
     def __init__(self, query_heads: int, head_dim: int, rope: Rope, *, skip: int = 0) -> None:
         self._rope, self._skip = rope, skip
         self._count = 0
-        self._sum = torch.zeros(query_heads, head_dim, dtype=torch.float64)
-        self._products = torch.zeros(query_heads, head_dim, head_dim, dtype=torch.float64)
+        shape, where = (query_heads, head_dim), rope.cos.device
+        self._sum = torch.zeros(shape, dtype=torch.float64, device=where)
+        self._products = torch.zeros((*shape, head_dim), dtype=torch.float64, device=where)
 
     def update(self, q: Tensor, q_positions: Tensor) -> None:
         """q [T, Hq, D] with rotation, positions int64 [T]."""
@@ -72,7 +73,7 @@ def value_leverage(spec: ValueLeverage, inputs: ScoreInputs) -> Tensor:
     alignment = (mean @ keys.transpose(1, 2)).clamp(-1, 1)  # [Hkv, G, C]
     weights = torch.exp(spec.sharpness * (alignment - alignment.amax(dim=-1, keepdim=True)))
     weighted = values * weights[..., None]
-    matrix = torch.eye(values.shape[-1]) + weighted.transpose(-1, -2) @ values
+    matrix = torch.eye(values.shape[-1], device=values.device) + weighted.transpose(-1, -2) @ values
     solved = torch.linalg.solve(matrix, values.transpose(-1, -2).expand(*matrix.shape[:2], -1, -1))
     return (weighted * solved.transpose(-1, -2)).sum(dim=-1).mean(dim=1)
 

@@ -43,7 +43,7 @@ def lagkv(spec: LagKV, inputs: ScoreInputs) -> Tensor:
     """
     start, stop = inputs.candidates
     chunks = (inputs.k.shape[0] - start) // spec.lag
-    scores = torch.ones(inputs.k.shape[1], inputs.k.shape[0] - start)
+    scores = torch.ones(inputs.k.shape[1], inputs.k.shape[0] - start, device=inputs.k.device)
     if chunks >= 2:
         parts = {"both": (inputs.k, inputs.v), "keys": (inputs.k,), "values": (inputs.v,)}[spec.parts]
         spreads = [_spread(x[start:].float(), chunks, spec.lag) for x in parts]
@@ -82,9 +82,9 @@ def leverage(spec: Leverage, inputs: ScoreInputs) -> Tensor:
     """
     keys = plain_keys(inputs)[slice(*inputs.candidates)].transpose(0, 1)  # [Hkv, C, D]
     generator = torch.Generator().manual_seed(spec.seed)
-    sketch = torch.randn(keys.shape[-1], spec.dims, generator=generator) / spec.dims**0.5
+    sketch = torch.randn(keys.shape[-1], spec.dims, generator=generator).to(keys.device) / spec.dims**0.5
     x = (keys - keys.mean(dim=1, keepdim=True)) @ sketch
-    inner = x.transpose(1, 2) @ x + spec.jitter * torch.eye(spec.dims)
+    inner = x.transpose(1, 2) @ x + spec.jitter * torch.eye(spec.dims, device=keys.device)
     return (x * torch.linalg.solve(inner, x.transpose(1, 2)).transpose(1, 2)).sum(dim=-1)
 
 
@@ -92,11 +92,11 @@ def redundancy(spec: Redundancy, inputs: ScoreInputs) -> Tensor:
     """-(mean over rows of the cosine with this one) (R-KV, arXiv:2505.24133), in blocks of rows."""
     directions = inputs.k.float().transpose(0, 1)  # [Hkv, n, D]
     directions = directions / (torch.linalg.vector_norm(directions, dim=-1, keepdim=True) + 1e-8)
-    n = directions.shape[1]
-    total = torch.zeros(directions.shape[0], n)
-    columns = torch.arange(n)
+    n, where = directions.shape[1], directions.device
+    total = torch.zeros(directions.shape[0], n, device=where)
+    columns = torch.arange(n, device=where)
     for start in range(0, n, ROW_BLOCK):
-        rows = torch.arange(start, min(start + ROW_BLOCK, n))
+        rows = columns[start : start + ROW_BLOCK]
         cosines = directions[:, rows] @ directions.transpose(1, 2)  # [Hkv, block, n]
         cosines[:, rows - start, rows] = 0
         alike = cosines > spec.threshold
@@ -106,7 +106,7 @@ def redundancy(spec: Redundancy, inputs: ScoreInputs) -> Tensor:
             case "first":
                 spared = torch.where(alike, columns, n).amin(dim=-1)
             case "none":
-                spared = torch.full(alike.shape[:2], -1)
+                spared = torch.full(alike.shape[:2], -1, device=where)
             case _:
                 assert_never(spec.spare)
         cosines.masked_fill_(columns == spared[..., None], 0)
@@ -119,7 +119,7 @@ def redundancy(spec: Redundancy, inputs: ScoreInputs) -> Tensor:
 
 def random(spec: Random, inputs: ScoreInputs) -> Tensor:
     """Uniform in [0, 1): a hash of (seed, layer, head, position), so it depends on nothing else."""
-    heads = inputs.first_head + torch.arange(inputs.k.shape[1])[:, None]
+    heads = inputs.first_head + torch.arange(inputs.k.shape[1], device=inputs.k.device)[:, None]
     positions = row_positions(inputs)[slice(*inputs.candidates)][None, :]
     state = _mix(torch.tensor(spec.seed))
     for part in (torch.tensor(inputs.layer), heads, positions):

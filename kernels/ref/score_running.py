@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvir.kernels.ref.score_attention import logits_of, reduce
-from kvir.kernels.score_ops import RunningScore, ScoreInputs, Sums
+from kvir.kernels.score_ops import RunningScore, ScoreInputs, SumKernels, Sums
 from kvir.policy_ir.scores import Accumulated, Noncausal, Persistent
 
 QUERY_BLOCK = 64  # bounds memory: Hq x QUERY_BLOCK x n floats
@@ -31,12 +31,13 @@ class ColumnSums:
         *,
         logit_cap: float = 0.0,
         first_query: int = 0,
+        device: torch.device | str = "cpu",
     ) -> None:
         self._spec = spec
         self._scale, self._logit_cap = scale, logit_cap
         self._first_query = first_query
-        self._values = torch.zeros(query_heads, 0)
-        self._seen = torch.zeros(0, dtype=torch.int64)
+        self._values = torch.zeros((query_heads, 0), device=device)
+        self._seen = torch.zeros(0, dtype=torch.int64, device=device)
 
     def update(
         self, q: Tensor, lse: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor | None = None
@@ -60,14 +61,14 @@ class ColumnSums:
     def _add(
         self, q: Tensor, lse: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor | None
     ) -> None:
-        positions = torch.arange(k.shape[0]) if k_positions is None else k_positions
+        positions = torch.arange(k.shape[0], device=k.device) if k_positions is None else k_positions
         visible = positions[None, :] <= q_positions[:, None]  # [T, n]
         logits = logits_of(q, k, self._scale, self._logit_cap).flatten(0, 1)  # [Hq, T, n]
         weights = torch.exp(logits - lse.T[:, :, None]).masked_fill(~visible, 0)
         match self._spec:
             case Accumulated(rows=rows, decay=decay):
                 added = weights.square() if rows == "squares" else weights
-                ages = torch.arange(q.shape[0] - 1, -1, -1)
+                ages = torch.arange(q.shape[0] - 1, -1, -1, device=q.device)
                 self._values *= decay ** q.shape[0]
                 self._values += (added * torch.pow(decay, ages.float())[:, None]).sum(dim=1)
             case Persistent(threshold=threshold):
@@ -84,10 +85,18 @@ class ChunkSums:
     may be evicted in between.
     """
 
-    def __init__(self, spec: Noncausal, query_heads: int, scale: float, *, logit_cap: float = 0.0) -> None:
+    def __init__(
+        self,
+        spec: Noncausal,
+        query_heads: int,
+        scale: float,
+        *,
+        logit_cap: float = 0.0,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self._spec = spec
         self._scale, self._logit_cap = scale, logit_cap
-        self._done = torch.zeros(query_heads, 0)
+        self._done = torch.zeros((query_heads, 0), device=device)
         self._waiting_q: Tensor | None = None
         self._waiting_k: Tensor | None = None
 
@@ -111,7 +120,7 @@ class ChunkSums:
         values = self._done
         if self._waiting_q is not None and self._waiting_k is not None and self._waiting_q.shape[0]:
             values = torch.cat([values, self._sums(self._waiting_q, self._waiting_k)], dim=1)
-        return Sums(values, torch.ones(values.shape[1], dtype=torch.int64))
+        return Sums(values, torch.ones(values.shape[1], dtype=torch.int64, device=values.device))
 
     def _sums(self, q: Tensor, k: Tensor) -> Tensor:
         logits = logits_of(q.float(), k.float(), self._scale, self._logit_cap)
@@ -119,14 +128,20 @@ class ChunkSums:
 
 
 def running_of(
-    spec: RunningScore, query_heads: int, scale: float, *, tokens: int, logit_cap: float = 0.0
+    spec: RunningScore,
+    query_heads: int,
+    scale: float,
+    *,
+    tokens: int,
+    logit_cap: float = 0.0,
+    device: torch.device | str = "cpu",
 ) -> ColumnSums | ChunkSums:
     """Empty sums of a score for a sequence that will have `tokens` tokens when it is asked."""
     if isinstance(spec, Noncausal):
-        return ChunkSums(spec, query_heads, scale, logit_cap=logit_cap)
+        return ChunkSums(spec, query_heads, scale, logit_cap=logit_cap, device=device)
     history = spec.history if isinstance(spec, Persistent) else None
     first = 0 if history is None else max(0, tokens - history)
-    return ColumnSums(spec, query_heads, scale, logit_cap=logit_cap, first_query=first)
+    return ColumnSums(spec, query_heads, scale, logit_cap=logit_cap, first_query=first, device=device)
 
 
 def log_sum_exp(
@@ -139,8 +154,8 @@ def log_sum_exp(
     k_positions: Tensor | None = None,
 ) -> Tensor:
     """What attention kernels give: q [T, Hq, D], k [n, Hkv, D], positions [T] and [n] -> float32 [T, Hq]."""
-    out = torch.empty(q.shape[:2])
-    positions = torch.arange(k.shape[0]) if k_positions is None else k_positions
+    out = torch.empty(q.shape[:2], device=q.device)
+    positions = torch.arange(k.shape[0], device=k.device) if k_positions is None else k_positions
     for start in range(0, q.shape[0], QUERY_BLOCK):
         block = slice(start, start + QUERY_BLOCK)
         logits = logits_of(q[block].float(), k.float(), scale, logit_cap).flatten(0, 1)
@@ -167,3 +182,6 @@ def running_score(spec: RunningScore, inputs: ScoreInputs) -> Tensor:
             pass
     per_head = values[:, slice(*inputs.candidates)].unflatten(0, (inputs.k.shape[1], -1))
     return reduce(per_head, spec.group, dim=1)
+
+
+SUMS = SumKernels("ref", log_sum_exp, running_of)

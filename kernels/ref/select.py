@@ -48,10 +48,12 @@ def select_top_k(
             _compete(units, [offer], Take(rows=_blended(take.blend, blocks, offer)), on_equal)[0]
             for blocks, offer in zip(won, offers, strict=True)
         ]
-    kept: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * len(units)
+    kept: list[Tensor] = [offers[0].first[:0]] * len(units)
     for offer, blocks in zip(offers, won, strict=True):
         sizes = offer.sizes[blocks]
-        inside = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        inside = torch.arange(int(sizes.sum()), device=sizes.device) - (
+            sizes.cumsum(0) - sizes
+        ).repeat_interleave(sizes)
         for unit in offer.members:
             kept[unit] = offer.first[blocks].repeat_interleave(sizes) + inside
     return kept
@@ -73,11 +75,12 @@ def _offer(units: Sequence[UnitScores], members: tuple[int, ...], tie_reduce: Re
     if torch.isnan(scores).any():
         raise ValueError(f"a score of layer {first.layer} is not a number")
     common = reduce(scores, tie_reduce, dim=0)
-    rows = torch.arange(start, stop)
+    rows = torch.arange(start, stop, device=common.device)
     positions = rows if first.positions is None else first.positions[start:stop]
     _, sizes = torch.unique_consecutive(positions // block, return_counts=True)
     begins = sizes.cumsum(0) - sizes
-    total = torch.zeros(len(sizes)).index_add(0, torch.arange(len(sizes)).repeat_interleave(sizes), common)
+    block_of = torch.arange(len(sizes), device=common.device).repeat_interleave(sizes)
+    total = torch.zeros(len(sizes), device=common.device).index_add(0, block_of, common)
     return _Offer(members, total / sizes, positions[begins], rows[begins], sizes)
 
 
@@ -100,9 +103,9 @@ def _compete(
         offer_of.append(torch.full_like(allowed, number))
         block_of.append(allowed)
     places = sorted(range(len(offers)), key=lambda i: _place(units, offers[i]))
-    place_of = torch.empty(len(offers), dtype=torch.int64)
-    place_of[torch.tensor(places, dtype=torch.int64)] = torch.arange(len(offers))
     owner, chosen = torch.cat(offer_of), torch.cat(block_of)
+    # places holds an offer for each place: its inverse a place for each offer
+    place_of = torch.tensor(places, device=owner.device).argsort()
     order = place_of[owner].argsort(stable=True)
     # stable sorts from the least key to the most: layer and head, age, score, safe
     order = order[torch.cat(ages)[order].argsort(descending=on_equal == "newer", stable=True)]

@@ -42,8 +42,8 @@ def select_top_p(
     candidates = scores.shape[0]
     order = ranking(scores, on_equal)
     place = torch.empty_like(order)
-    place[order] = torch.arange(candidates)
-    chosen = torch.zeros(candidates, dtype=torch.bool)
+    place[order] = torch.arange(candidates, device=order.device)
+    chosen = torch.zeros(candidates, dtype=torch.bool, device=order.device)
     if candidates == 0:
         return chosen.nonzero()[:, 0]
     if per_query is None:

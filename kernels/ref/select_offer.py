@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
+import torch
 from torch import Tensor
 
 from kvir.kernels.ref.score import score_parts, score_per_query
@@ -41,6 +42,7 @@ class UnitOffer:
     """What one unit puts up for a selection; small beside its K and V."""
 
     rows: int
+    device: torch.device  # where its rows are
     candidates: tuple[int, int]
     positions: Tensor | None
     # per term of the rule: scores [rows] of a `top_k`, rows that a `top_p` keeps
@@ -86,9 +88,10 @@ def offer(rule: Rule, parts: Sequence[LayerState], governed: Governed, prompt: i
         preferences.append(preference)
     units: dict[int, UnitOffer] = {}
     for part in filled:
-        rows, x = part.inputs.k.shape[0], part.inputs
+        x = part.inputs
         for head in part.heads:
-            units[head] = UnitOffer(rows, x.candidates, x.positions, tuple(c.get(head) for c in columns))
+            terms = tuple(c.get(head) for c in columns)
+            units[head] = UnitOffer(x.k.shape[0], x.k.device, x.candidates, x.positions, terms)
     return Offer(parts[0].inputs.layer, length, dict(sorted(units.items())), tuple(preferences))
 
 

@@ -58,7 +58,7 @@ def choose(rule: Rule, offers: Sequence[Offer], governed: Governed, prompt: int)
     Rows are counted among those that the unit holds: int64 [kept], ascending.
     """
     units = {(each.layer, head): unit for each in offers for head, unit in each.units.items()}
-    kept = {name: torch.ones(unit.rows, dtype=torch.bool) for name, unit in units.items()}
+    kept = {name: torch.ones(unit.rows, dtype=torch.bool, device=unit.device) for name, unit in units.items()}
     if any(isinstance(term, All) for term in rule.keep):
         return {name: mask.nonzero()[:, 0] for name, mask in kept.items()}
     for name, mask in kept.items():
@@ -97,7 +97,7 @@ def _top_k(
         scores = offered.terms[index]
         assert scores is not None
         if budgets[unit] is None:  # `full` in a table: it keeps all, and competes with nobody
-            chosen[unit] = torch.arange(offered.rows)
+            chosen[unit] = torch.arange(offered.rows, device=offered.device)
         else:
             offers[unit] = UnitScores(*unit, scores, offered.candidates, offered.positions)
     if term.scope == "head":

@@ -24,9 +24,11 @@ def calibrated(logits: Tensor, attention: Tensor, mass: float) -> Tensor:
     """
     logits, count = logits.double(), nucleus(attention, mass)
     ordered = logits.sort(dim=-1, descending=True).values
-    best = torch.arange(logits.shape[-1]) < count[..., None]
-    low = torch.full(count.shape, -30.0, dtype=torch.float64)  # logarithms of temperatures
-    high = torch.full(count.shape, 30.0, dtype=torch.float64)
+    best = torch.arange(logits.shape[-1], device=count.device) < count[..., None]
+    low = torch.full(
+        count.shape, -30.0, dtype=torch.float64, device=count.device
+    )  # logarithms of temperatures
+    high = torch.full(count.shape, 30.0, dtype=torch.float64, device=count.device)
     for _ in range(STEPS):
         middle = (low + high) / 2
         held = (_softmax(ordered, middle) * best).sum(-1)

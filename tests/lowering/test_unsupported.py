@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec import field
 
+from kvir.kernels.catalog import ATTEND_OPS
 from kvir.lowering import plan_file
 from kvir.lowering.load import plan_for_server
 from kvir.lowering.pipeline import lower
@@ -138,13 +139,28 @@ def test_methods_by_score_are_served(name: str) -> None:
     assert plan.layout.compact
 
 
-def test_rows_by_score_are_refused_on_cuda_until_their_kernels_exist() -> None:
-    llama, examples = CONFIGS / "llama-3.1-8b", ROOT / "examples"
-    with pytest.raises(PolicyError, match=r"kernels for cuda are not built yet: `score` \(triton\)"):
-        plan_for_server(examples / "methods/snapkv.ir", llama, dtype="bfloat16", device="cuda")
-    plan = plan_for_server(examples / "streaming.ir", llama, dtype="bfloat16", device="cuda")
-    assert {choice.implementation for choice in plan.choices} == {"triton"}
+@pytest.mark.parametrize(
+    ("score", "sums", "scores"),
+    [(None, None, None), ("key_diff", None, "ref"), ("accumulated", "triton", "ref")],
+)
+def test_rows_by_score_are_served_on_cuda(
+    score: str | None, sums: str | None, scores: str | None, tmp_path: Path
+) -> None:
+    """Sums over all queries by Triton, what is done once per prompt in plain torch."""
+    keep = "all" if score is None else f"{{top_k: {{tokens: 64, by: {score}}}}}"
+    path = tmp_path / "p.ir"
+    path.write_text(f"kvir: 1\nname: p\nrules: [{{keep: {keep}}}]\n")
+    plan = plan_for_server(path, CONFIGS / "llama-3.1-8b", dtype="bfloat16", device="cuda")
+    ops = {choice.op: choice.implementation for choice in plan.choices}
+    assert {ops[op] for op in ATTEND_OPS} == {"triton"}
+    assert (ops.get("sum"), ops.get("score")) == (sums, scores)
     assert plan.buckets.decode
+
+
+def test_attention_that_no_kernel_computes_yet_is_refused_on_cuda() -> None:
+    given = CONFIGS / "gpt-oss-20b", "bfloat16", "cuda"
+    with pytest.raises(PolicyError, match=r"kernels for cuda are not built yet: `attend_decode` \(triton\)"):
+        plan_for_server(ROOT / "examples/identity.ir", given[0], dtype=given[1], device=given[2])
 
 
 def test_layers_without_a_cache_are_planned_and_not_served(tmp_path: Path) -> None:

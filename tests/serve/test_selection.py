@@ -71,6 +71,8 @@ def selected_and_left_nothing(server: Server) -> None:
     counters = kvir_state(server)["counters"]
     assert counters["selections"] > 20
     assert counters["rows_evicted"] > 0
+    elsewhere = server.launch.module != "sglang.launch_server"
+    assert ("rows are selected on cuda" in server.log.read_text()) == elsewhere
 
 
 @every_server

@@ -27,12 +27,14 @@ def test_served_equals_the_oracle(traffic: Traffic, oracle: Oracle) -> None:
     prompts = [traffic.cut(500, 300), traffic.cut(1000, 70), traffic.cut(2000, 33)]
     traffic.ask(prompts, new_tokens)
     (again,) = traffic.one_by_one([prompts[0]], 3)
-    assert again.cached_tokens > 0
+    # a score that looks at all queries needs them all
+    assert (again.cached_tokens > 0) == (launch.kv_ir.stem != "snapkv")
     agreement = check(oracle, replays(traffic.served, prefills(traffic.server)))
     assert agreement.ok, str(agreement)
     assert agreement.tokens == 3 * new_tokens + 3
     state = kvir_state(traffic.server)
     assert state["kernels"] == "triton"
+    assert state["sums"] == ("triton" if launch.kv_ir.stem != "uniform" else "")
     assert state["selects_on_device"] == (launch.kv_ir.stem == "captured")
     retractions = sum(answer.retractions for answer in traffic.served)
     assert (retractions > 0) == ("SGLANG_TEST_RETRACT" in launch.environment)

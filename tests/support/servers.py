@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from evaluation.server import Launch
 
-POLICIES = Path(__file__).parents[1] / "data/policies/tiny"
+ROOT = Path(__file__).parents[2]
+POLICIES = ROOT / "tests/data/policies/tiny"
 CHUNK_TOKENS = 256
 
 # Freed head-pages are filled with NaN, attention outputs are searched for it, and every invariant is
 # recounted after every step; SGLang's own leak checker runs whenever the server is idle.
 CHECKS = {"KVIR_DEBUG": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
+ELSEWHERE = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT / "tests", ROOT)))}
 RETRACTIONS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
 
 
@@ -28,6 +31,7 @@ class Setup:
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     lowered: bool = False  # given as a plan instead of a policy
+    elsewhere: bool = False  # rows are selected on what looks like another device
 
     def launch(self, model: Path, plan_file: Callable[[str], Path]) -> Launch:
         kv_ir = None
@@ -39,7 +43,8 @@ class Setup:
             max_total_tokens=self.pool_tokens,
             chunked_prefill_tokens=CHUNK_TOKENS,
             arguments=self.arguments,
-            environment={**CHECKS, **self.environment},
+            environment={**CHECKS, **self.environment, **(ELSEWHERE if self.elsewhere else {})},
+            module="support.elsewhere_server" if self.elsewhere else "sglang.launch_server",
         )
 
 
@@ -65,16 +70,16 @@ SERVERS: Mapping[str, Setup] = {
     "phased": Setup("phased", 4096),
     "methods": Setup("methods", 4096),
     "rivals": Setup("rivals", 4096, PLAIN),
-    "accumulated": Setup("accumulated", 4096),
+    "accumulated": Setup("accumulated", 4096, elsewhere=True),
     "blocks": Setup("blocks", 4096),
-    "blocks-retract": Setup("blocks", 4096, PLAIN, RETRACTIONS),
+    "blocks-retract": Setup("blocks", 4096, PLAIN, RETRACTIONS, elsewhere=True),
     "folding": Setup("folding", 4096),
     "folding-retract": Setup("folding", 4096, PLAIN, RETRACTIONS),
     "merging": Setup("merging", 4096),
-    "merging-retract": Setup("merging", 4096, PLAIN, RETRACTIONS),
+    "merging-retract": Setup("merging", 4096, PLAIN, RETRACTIONS, elsewhere=True),
     "folding-ranks": Setup("folding", 4096, RANKS, CORES),
     "merging-ranks-retract": Setup("merging", 4096, (*RANKS, *PLAIN), {**CORES, **RETRACTIONS}),
-    "rivals-retract": Setup("rivals", 4096, PLAIN, RETRACTIONS),
+    "rivals-retract": Setup("rivals", 4096, PLAIN, RETRACTIONS, elsewhere=True),
     "uniform-retract": Setup("uniform", 4096, PLAIN, RETRACTIONS),
     "table-retract": Setup("table", 4096, PLAIN, RETRACTIONS, lowered=True),
     "ramp-retract": Setup("ramp", 4096, PLAIN, RETRACTIONS),
