@@ -253,7 +253,9 @@ def start(launch: Launch, *, log: Path | None = None) -> tuple[subprocess.Popen[
             start_new_session=True,  # so that `stop` reaches every child
         )
     url = f"http://127.0.0.1:{port}"
-    client = httpx.Client(base_url=url, timeout=httpx.Timeout(1800, connect=10), trust_env=False)
+    # a connection that uvicorn closes after five idle seconds must not be taken up again just then
+    limits, timeout = httpx.Limits(keepalive_expiry=2), httpx.Timeout(1800, connect=10)
+    client = httpx.Client(base_url=url, timeout=timeout, limits=limits, trust_env=False)
     return process, Server(launch, url, log, process, client)
 
 

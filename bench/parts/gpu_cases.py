@@ -1,4 +1,4 @@
-"""The attention cases of the tests on a GPU, against the reference on the CPU."""
+"""The cases of the tests on a GPU, against the reference on the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kvir.kernels.ops import Bounds, Cache, Kernels
 from kvir.kernels.triton import ops
-from support import triton_cases
+from support import selection_cases, triton_cases
+from support.score_cases import Shape
 
 
 def run_on_gpu(late: Callable[[], bool]) -> tuple[int, dict[str, float | str]]:
@@ -36,6 +37,19 @@ def wrong_of(cases: dict[str, Callable[[], float]]) -> dict[str, float | str]:
     """Run cases: the outcomes of those that are wrong."""
     outcomes = triton_cases.run(cases)
     return {name: x for name, x in outcomes.items() if not isinstance(x, float) or not x < 1}
+
+
+def unequal_selections(device: str = "cuda") -> list[str]:
+    """Terms for which more than one row in a hundred differs from the CPU's."""
+    unequal: list[str] = []
+    for name, keep in selection_cases.TERMS.items():
+        rule, shape = selection_cases.rule_of(keep), Shape(403, 2, 3, 64)
+        here = selection_cases.kept(rule, shape)
+        there = selection_cases.kept(rule, shape, lambda x: x.to(device))
+        pairs = [(set(rows.tolist()), set(there[unit].tolist())) for unit, rows in here.items()]
+        if sum(len(a ^ b) for a, b in pairs) > 0.01 * sum(len(a) for a, _ in pairs):
+            unequal.append(name)
+    return unequal
 
 
 def through_gpu(op: Callable[..., int]) -> Callable[..., int]:
