@@ -33,6 +33,7 @@ class Job:
     group_heads: int  # query heads per KV head
     lengths: int  # how many different numbers of rows the heads of one layer hold
     windows: int  # how many different windows they have
+    whole: bool = True  # no head has a window, or less than all rows, while a prompt is read
     multiprocessors: int = 0  # of a cuda device
     arch: str = ""  # of a cuda device, e.g. sm_90
     needs: tuple[str, ...] = ()
@@ -123,9 +124,8 @@ def _power_of_2(size: int) -> int:
 
 # ---- reasons -----------------------------------------------------------------------------------------------
 
-# FlashInfer 0.7 plans on the host: one plan per layer with lengths of its own, at about 0.1 ms each
-CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)
-TENSOR_CORES_FROM = 6  # query heads per KV head from which CUDA cores limit decode, not memory
+# FlashInfer 0.7 plans on the host, at about 0.1 ms a plan
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
 PLAN_BLOCKS = 2  # on each multiprocessor: with more rows than that, its planner splits no sequence
 
 
@@ -138,26 +138,24 @@ def _even_lengths(job: Job) -> str | None:
     )
 
 
+def _host_plan(job: Job) -> str | None:
+    return (
+        "plans each step on the host, for a grid that its graph fixes; work lists here are part of the graph"
+    )
+
+
 def _one_window(job: Job) -> str | None:
     return None if job.windows == 1 else f"takes one window per launch, not {job.windows}"
 
 
-def _known_group(job: Job) -> str | None:
-    if job.group_heads in CUDA_CORE_GROUPS:
+def _whole(job: Job) -> str | None:
+    return None if job.whole else "would read the window of a prefix through a mask"
+
+
+def _known_head_dim(job: Job) -> str | None:
+    if job.head_dim in FLASHINFER_HEAD_DIMS:
         return None
-    return f"has no kernel for {job.group_heads} query heads per KV head"
-
-
-def _small_group(job: Job) -> str | None:
-    if job.group_heads < TENSOR_CORES_FROM:
-        return None
-    return f"computes on CUDA cores, too slow for {job.group_heads} query heads per KV head"
-
-
-def _large_group(job: Job) -> str | None:
-    if job.group_heads >= TENSOR_CORES_FROM:
-        return None
-    return f"pays from {TENSOR_CORES_FROM} query heads per KV head on, not for {job.group_heads}"
+    return f"has heads of {', '.join(map(str, FLASHINFER_HEAD_DIMS))}, not {job.head_dim}"
 
 
 def _no_weights(job: Job) -> str | None:
@@ -198,14 +196,9 @@ def _flashinfer(name: str, *rules: Rule, features: tuple[str, ...] = ("logit_cap
         ("cuda",),
         _HALF,
         features=features,
-        head_dim_multiple=64,
-        max_head_dim=256,
         rules=rules,
-        built=False,
     )
 
-
-_FLASHINFER_READS = ("logit_cap", COMPACT_ROWS)  # compact pages are entries of its page lists
 
 # Per op, best first.
 CATALOG: dict[str, tuple[Implementation, ...]] = {
@@ -213,14 +206,13 @@ CATALOG: dict[str, tuple[Implementation, ...]] = {
     "attend_decode": (
         _CPU_ATTEND,
         _REF_ATTEND,
-        _flashinfer("flashinfer", _known_group, _small_group, _even_lengths, features=_FLASHINFER_READS),
-        _flashinfer("flashinfer_tensor_cores", _large_group, _even_lengths, features=_FLASHINFER_READS),
+        _flashinfer("flashinfer", _even_lengths, _host_plan, features=("logit_cap", COMPACT_ROWS)),
         _TRITON_ATTEND,
     ),
     "attend_extend": (
         _CPU_ATTEND,
         _REF_ATTEND,
-        _flashinfer("flashinfer", _one_window, _even_lengths, features=_FLASHINFER_READS),
+        _flashinfer("flashinfer", _one_window, _whole, _known_head_dim),
         _TRITON_ATTEND,
     ),
     "sum": (_TRITON_SUM, _REF_SELECT),

@@ -32,6 +32,7 @@ class Shapes:
     scale: float
     logit_cap: float = 0.0  # 0: none
     biased: bool = False  # rows have a logit bias
+    whole: bool = False  # heads keep everything: no sinks, no window
 
 
 def disagreements(kernels: Kernels, shapes: Shapes, device: torch.device | str) -> list[str]:
@@ -59,9 +60,11 @@ class _Case:
         self.head_pages = sum(counts) * heads
         ids = torch.randperm(self.head_pages, generator=self._random).to(torch.int32)
         self.table[1:, heads:] = ids.view(sum(counts), heads)
-        self.table[self._row_of(2, 1), heads] = -1  # between the sinks and the window of the first head
         sink, recent = (torch.zeros(2 * heads, dtype=torch.int32) for _ in range(2))
-        recent[:], sink[heads], recent[heads] = FULL, SINK_ROWS, page + 7
+        recent[:] = FULL
+        if not shapes.whole:
+            sink[heads], recent[heads] = SINK_ROWS, page + 7
+            self.table[self._row_of(2, 1), heads] = -1  # between the sinks and the window of the first head
         self.bounds = Bounds(sink, recent)
 
     def compare(self, kernels: Kernels) -> Iterator[str]:

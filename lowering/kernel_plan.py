@@ -25,6 +25,7 @@ from kvir.lowering.device_facts import DEVICES, DeviceFacts, multiprocessors
 from kvir.lowering.layout import biased
 from kvir.lowering.selections import tag
 from kvir.lowering.stages import (
+    BudgetedPolicy,
     KernelChoice,
     KernelPlan,
     KernelTile,
@@ -134,14 +135,14 @@ def layer_job(op: str, layout: LayoutPlan, index: int, device: DeviceFacts) -> J
     selections = [r.selection for r in (*prefill, *decode) if r.selection is not None]
     if op in SELECT_OPS and not selections:
         return None
-    lengths = windows = 1
+    lengths, windows, whole = 1, 1, True
     needs: tuple[str, ...] = ()
     if op == "attend_decode":
         lengths = _lengths([(a.selection, b) for a, b in zip(prefill, decode, strict=True)], selections)
         needs = _attend_needs(layout, index, selections)
         needs += (BIASED_ROWS,) if biased(budgeted) else ()
     elif op == "attend_extend":
-        windows = len(set(prefill))
+        windows, whole = len(set(prefill)), prefill_is_whole(budgeted, index)
         chunked = [s for s in selections if any(isinstance(t, PrefillChunk) for t in s.triggers)]
         lengths = _lengths([r.selection for r in prefill], chunked) if chunked else 1
         needs = _attend_needs(layout, index, chunked)
@@ -157,9 +158,19 @@ def layer_job(op: str, layout: LayoutPlan, index: int, device: DeviceFacts) -> J
         group_heads=layout.query_heads // layout.kv_heads,
         lengths=lengths,
         windows=windows,
+        whole=whole,
         multiprocessors=multiprocessors(device),
         arch=device.arch,
         needs=needs,
+    )
+
+
+def prefill_is_whole(budgeted: BudgetedPolicy, index: int) -> bool:
+    """Whether every head of the attention layer `index` sees all rows before it while a prompt is read."""
+    return all(
+        r.recent_tokens is None
+        and (r.selection is None or not any(isinstance(t, PrefillChunk) for t in r.selection.triggers))
+        for r in budgeted.prefill[index]
     )
 
 

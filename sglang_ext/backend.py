@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
 
 def kernels_of(plan: ExecutionPlan, op: str = "attend_decode") -> str:
-    """The kernels to use for an op: the plan's, or those that the variable names, to try or to test them;
-    an empty name if the plan has no use for it."""
+    """The kernels for an op, empty if the plan has none: the plan's, or those that the variable names."""
     chosen = {choice.op: choice.implementation for choice in plan.choices}
-    return os.environ.get(KERNELS_VARIABLE) or chosen.get(op, "")
+    named = os.environ.get(KERNELS_VARIABLE)
+    # FlashInfer does part of a prefill (`whole_prefill`), Triton the rest
+    return "triton" if named == "flashinfer" else named or chosen.get(op, "")
 
 
 class KvirAttentionBackend(AttentionBackend):
@@ -65,8 +66,7 @@ class KvirAttentionBackend(AttentionBackend):
         self.allocator = allocator
         self.selection = None
         if pool.plan.layout.compact:
-            sums = dispatch.sums(kernels_of(pool.plan, "sum"))
-            pool.sums_name = sums.name
+            pool.sums_name = (sums := dispatch.sums(kernels_of(pool.plan, "sum"))).name
             self.selection = RowSelection(pool.plan, pool, runner.model, _exchange(pool), sums)
         self._works: list[Work] = []
 

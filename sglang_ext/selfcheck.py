@@ -40,10 +40,10 @@ def _is_bound(hook: Hook) -> bool:
     return False
 
 
-def check_kernels(pool: KvirPool, name: str) -> None:
-    """Raises RuntimeError if the kernels called `name` are wrong here, in the shapes of the plan."""
+def shapes_of(pool: KvirPool, *, whole: bool = False) -> Shapes:
+    """Those of the plan's layers."""
     layout, facts = pool.own, pool.plan.model
-    shapes = Shapes(
+    return Shapes(
         query_heads=layout.query_heads,
         kv_heads=layout.kv_heads,
         head_dim=layout.head_dim,
@@ -52,8 +52,13 @@ def check_kernels(pool: KvirPool, name: str) -> None:
         scale=layout.head_dim**-0.5,
         logit_cap=ANY_LOGIT_CAP if "logit_cap" in facts.needs else 0.0,
         biased=pool.bias is not None,
+        whole=whole,
     )
-    if found := disagreements(dispatch.get(name), shapes, pool.kv.device):
+
+
+def check_kernels(pool: KvirPool, name: str) -> None:
+    """Raises RuntimeError if the kernels called `name` are wrong here, in the shapes of the plan."""
+    if found := disagreements(dispatch.get(name), shapes_of(pool), pool.kv.device):
         raise RuntimeError(
             f"kvir: refusing to serve: kernels {name!r} on {pool.kv.device}: " + "; ".join(found)
         )

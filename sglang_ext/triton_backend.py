@@ -23,6 +23,7 @@ from kvir.lowering.triggers import device_selections
 from kvir.sglang_ext.backend import KvirAttentionBackend
 from kvir.sglang_ext.graphs import host_selects
 from kvir.sglang_ext.triggers import DeviceTriggers
+from kvir.sglang_ext.whole_prefill import WholePrefill
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -41,6 +42,8 @@ class KvirTritonBackend(KvirAttentionBackend):
         # prefill counts what is missing where decode does, and waits for nothing
         self.kernels = replace(dispatch.get("triton"), attend_extend=self._attend_extend)
         self.pool.kernels_name = self.kernels.name
+        self._whole = WholePrefill.of(self.pool)
+        self.pool.flashinfer_layers = 0 if self._whole is None else len(self._whole.layers)
         self._decoder = self._make_decoder(self.req_to_token.shape[0])
         self._holes = HoleWatch(self._decoder.holes)
         bounds = self.pool.decode_bounds
@@ -166,7 +169,9 @@ class KvirTritonBackend(KvirAttentionBackend):
         return 0  # counted on the device
 
     def _attend_extend(self, *arguments: Any) -> int:
-        launch_extend(*arguments, holes=self._decoder.holes)
+        whole, layer = self._whole, arguments[8] // self.kv_heads
+        compute = launch_extend if whole is None or layer not in whole.layers else whole.prefill
+        compute(*arguments, holes=self._decoder.holes)
         return 0
 
     def _checked(self, out: torch.Tensor, holes: int, layer: RadixAttention) -> torch.Tensor:

@@ -7,6 +7,7 @@ answer.  SGLang reports log-probabilities after its logit processors, so the pro
 
 from __future__ import annotations
 
+import itertools
 import json
 import uuid
 from collections.abc import Sequence
@@ -74,8 +75,11 @@ def follow(server: Server, prompt: Sequence[int], tokens: Sequence[int], folder:
         "custom_logit_processor": Follow.to_str(),
     }
     answer = server.post("/generate", body).json()
-    if answer["output_ids"] != list(tokens):
-        raise RuntimeError("the server did not follow the tokens that it was given")
+    if (found := answer["output_ids"]) != list(tokens):
+        pairs = zip(found, tokens, strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        ended = answer["meta_info"]["finish_reason"]
+        raise RuntimeError(f"{len(found)} tokens for {len(tokens)} given, the first {same} the same: {ended}")
     noted = json.loads(path.read_text())
     path.unlink()
     logprobs, likeliest = zip(*noted, strict=True)

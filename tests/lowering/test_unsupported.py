@@ -146,13 +146,13 @@ def test_methods_by_score_are_served(name: str) -> None:
 def test_rows_by_score_are_served_on_cuda(
     score: str | None, sums: str | None, scores: str | None, tmp_path: Path
 ) -> None:
-    """Sums over all queries by Triton, what is done once per prompt in plain torch."""
+    """Whole prompts by FlashInfer, sums over all queries by Triton, what is done once per prompt in torch."""
     keep = "all" if score is None else f"{{top_k: {{tokens: 64, by: {score}}}}}"
     path = tmp_path / "p.ir"
     path.write_text(f"kvir: 1\nname: p\nrules: [{{keep: {keep}}}]\n")
     plan = plan_for_server(path, CONFIGS / "llama-3.1-8b", dtype="bfloat16", device="cuda")
     ops = {choice.op: choice.implementation for choice in plan.choices}
-    assert {ops[op] for op in ATTEND_OPS} == {"triton"}
+    assert [ops[op] for op in ATTEND_OPS] == ["triton", "triton", "flashinfer"]
     assert (ops.get("sum"), ops.get("score")) == (sums, scores)
     assert plan.buckets.decode
 

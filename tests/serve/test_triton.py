@@ -35,6 +35,8 @@ def test_served_equals_the_oracle(traffic: Traffic, oracle: Oracle) -> None:
     state = kvir_state(traffic.server)
     assert state["kernels"] == "triton"
     assert state["sums"] == ("triton" if launch.kv_ir.stem != "uniform" else "")
+    layers = 4 if launch.module == "support.flashinfer_server" else 0
+    assert state["flashinfer_layers"] == layers
     assert state["selects_on_device"] == (launch.kv_ir.stem == "captured")
     retractions = sum(answer.retractions for answer in traffic.served)
     assert (retractions > 0) == ("SGLANG_TEST_RETRACT" in launch.environment)

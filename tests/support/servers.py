@@ -16,7 +16,7 @@ CHUNK_TOKENS = 256
 # Freed head-pages are filled with NaN, attention outputs are searched for it, and every invariant is
 # recounted after every step; SGLang's own leak checker runs whenever the server is idle.
 CHECKS = {"KVIR_DEBUG": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
-ELSEWHERE = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT / "tests", ROOT)))}
+SUPPORT = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT / "tests", ROOT)))}
 RETRACTIONS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
 
 
@@ -31,7 +31,7 @@ class Setup:
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     lowered: bool = False  # given as a plan instead of a policy
-    elsewhere: bool = False  # rows are selected on what looks like another device
+    stand_in: str = ""  # a module of `support` that starts SGLang with something replaced
 
     def launch(self, model: Path, plan_file: Callable[[str], Path]) -> Launch:
         kv_ir = None
@@ -43,13 +43,19 @@ class Setup:
             max_total_tokens=self.pool_tokens,
             chunked_prefill_tokens=CHUNK_TOKENS,
             arguments=self.arguments,
-            environment={**CHECKS, **self.environment, **(ELSEWHERE if self.elsewhere else {})},
-            module="support.elsewhere_server" if self.elsewhere else "sglang.launch_server",
+            environment={**CHECKS, **self.environment, **(SUPPORT if self.stand_in else {})},
+            module=f"support.{self.stand_in}" if self.stand_in else "sglang.launch_server",
         )
 
 
 # Triton's kernels in its interpreter instead of the plan's.
 TRITON = {"KVIR_KERNELS": "triton", "TRITON_INTERPRET": "1"}
+
+# The same, with a stand-in for FlashInfer where heads keep every row of a prompt.
+FLASHINFER = {**TRITON, "KVIR_KERNELS": "flashinfer"}
+
+# Rows are selected on what looks like another device.
+ELSEWHERE = "elsewhere_server"
 
 PLAIN = ("--disable-overlap-schedule",)
 
@@ -70,22 +76,22 @@ SERVERS: Mapping[str, Setup] = {
     "phased": Setup("phased", 4096),
     "methods": Setup("methods", 4096),
     "rivals": Setup("rivals", 4096, PLAIN),
-    "accumulated": Setup("accumulated", 4096, elsewhere=True),
+    "accumulated": Setup("accumulated", 4096, stand_in=ELSEWHERE),
     "blocks": Setup("blocks", 4096),
-    "blocks-retract": Setup("blocks", 4096, PLAIN, RETRACTIONS, elsewhere=True),
+    "blocks-retract": Setup("blocks", 4096, PLAIN, RETRACTIONS, stand_in=ELSEWHERE),
     "folding": Setup("folding", 4096),
     "folding-retract": Setup("folding", 4096, PLAIN, RETRACTIONS),
     "merging": Setup("merging", 4096),
-    "merging-retract": Setup("merging", 4096, PLAIN, RETRACTIONS, elsewhere=True),
+    "merging-retract": Setup("merging", 4096, PLAIN, RETRACTIONS, stand_in=ELSEWHERE),
     "folding-ranks": Setup("folding", 4096, RANKS, CORES),
     "merging-ranks-retract": Setup("merging", 4096, (*RANKS, *PLAIN), {**CORES, **RETRACTIONS}),
-    "rivals-retract": Setup("rivals", 4096, PLAIN, RETRACTIONS, elsewhere=True),
+    "rivals-retract": Setup("rivals", 4096, PLAIN, RETRACTIONS, stand_in=ELSEWHERE),
     "uniform-retract": Setup("uniform", 4096, PLAIN, RETRACTIONS),
     "table-retract": Setup("table", 4096, PLAIN, RETRACTIONS, lowered=True),
     "ramp-retract": Setup("ramp", 4096, PLAIN, RETRACTIONS),
     "triton-uniform": Setup("uniform", 2048, environment=TRITON),
     "triton-snapkv": Setup("snapkv", 2048, environment=TRITON),
-    "triton-laprox": Setup("laprox", 2048, PLAIN, TRITON),
+    "triton-laprox": Setup("laprox", 2048, PLAIN, FLASHINFER, stand_in="flashinfer_server"),
     "triton-captured-retract": Setup("captured", 2048, PLAIN, {**TRITON, **RETRACTIONS}),
     "narrow-retract": Setup("narrow", 1024, PLAIN, RETRACTIONS),
 }
