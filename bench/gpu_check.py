@@ -9,6 +9,7 @@ graph      decode of several layers captured as a CUDA graph and replayed while 
 triggers   steps that select, captured and replayed while requests grow, select, change places and end
 cases      attention cases of the tests in random order, as many as fit, against the reference on the CPU
 selections every score and budget: the rows that stay on the GPU are those that stay on the CPU
+flashinfer prefill of whole layers, in a server's way, if FlashInfer is there
 bandwidth  decode against a measured copy: Llama-3.1-8B shapes, 32 requests of 32k tokens, a quarter of the
            heads full; the same with other tiles; with full KV; and by other kernels
 """
@@ -29,7 +30,7 @@ from torch import Tensor
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT)]
 
-from bench.parts.gpu_cases import run_on_gpu, unequal_selections, wrong_of  # noqa: E402
+from bench.parts.gpu_cases import flashinfer_prefill, run_on_gpu, unequal_selections, wrong_of  # noqa: E402
 from bench.parts.gpu_rivals import flashinfer_decode, sglang_decode  # noqa: E402
 from kvir.kernels.catalog import Tile  # noqa: E402
 from kvir.kernels.ops import FULL, Bounds, Cache  # noqa: E402
@@ -266,6 +267,7 @@ def main() -> int:
     wrong_triggers = triggers()
     unequal = unequal_selections()
     add("gpu_selections_unequal", ", ".join(unequal) or "none")
+    add("gpu_flashinfer_prefill", flashinfer_prefill())
     # each case compiles kernels of its own, so that many may not fit
     ran, wrong = run_on_gpu(late)
     for name, outcome in [*wrong_triggers.items(), *list(wrong.items())[:5]]:

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
-from typing import Any
-
-import torch
 
 from kvir.kernels import dispatch
-from kvir.kernels.flashinfer.prefill import Prefill
-from kvir.kernels.ops import Kernels
+from kvir.kernels.flashinfer.prefill import Prefill, with_prefill
 from kvir.kernels.proof import disagreements
 from kvir.lowering.kernel_plan import prefill_is_whole
 from kvir.lowering.stages import ExecutionPlan
@@ -38,7 +33,8 @@ class WholePrefill:
             return None
         try:
             prefill = Prefill(pool.kv.device)
-            found = disagreements(_as_kernels(prefill), shapes_of(pool, whole=True), pool.kv.device)
+            kernels = with_prefill(dispatch.get("triton"), prefill)
+            found = disagreements(kernels, shapes_of(pool, whole=True), pool.kv.device)
         except Exception as error:  # what may fail to import, compile or launch is not ours
             prefill, found = None, [f"{type(error).__name__}: {str(error)[:200]}"]
         if prefill is None or found:
@@ -58,14 +54,3 @@ def flashinfer_layers(plan: ExecutionPlan) -> frozenset[int]:
     chosen = [c for c in plan.choices if c.op == "attend_extend" and c.implementation == NAME]
     ids = {i for c in chosen for i in (c.layers or [layer.layer_id for layer in plan.model.layers])}
     return frozenset(i for i in every if plan.model.layers[i].layer_id in ids)
-
-
-def _as_kernels(prefill: Prefill) -> Kernels:
-    """For the proof, which asks for every op."""
-
-    def attend_extend(*arguments: Any) -> int:
-        holes = torch.zeros(1, dtype=torch.int32, device=arguments[0].device)
-        prefill(*arguments, holes=holes)
-        return int(holes)
-
-    return replace(dispatch.get("triton"), name=NAME, attend_extend=attend_extend)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
+from kvir.kernels.flashinfer.prefill import Prefill, with_prefill
 from kvir.kernels.ops import Bounds, Cache, Kernels
+from kvir.kernels.proof import Shapes, disagreements
 from kvir.kernels.triton import ops
 from support import selection_cases, triton_cases
 from support.score_cases import Shape
@@ -50,6 +53,16 @@ def unequal_selections(device: str = "cuda") -> list[str]:
         if sum(len(a ^ b) for a, b in pairs) > 0.01 * sum(len(a) for a, _ in pairs):
             unequal.append(name)
     return unequal
+
+
+def flashinfer_prefill() -> str:
+    """Prefill by FlashInfer in the shapes of Llama-3.1-8B: `right`, or what is wrong."""
+    shapes = Shapes(32, 8, 128, 16, torch.bfloat16, 128**-0.5, whole=True)
+    try:
+        kernels = with_prefill(ops.KERNELS, Prefill("cuda"))
+        return "; ".join(disagreements(kernels, shapes, "cuda")) or "right"
+    except Exception as error:
+        return f"not run: {type(error).__name__}: {str(error)[:80]}"
 
 
 def through_gpu(op: Callable[..., int]) -> Callable[..., int]:

@@ -11,7 +11,7 @@ Windows are not for this: FlashInfer takes one per launch, and of a prefix it wo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import accumulate
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvir.kernels.ops import Bounds, Cache
+from kvir.kernels.ops import Bounds, Cache, Kernels
 
 WORKSPACE_BYTES = 128 << 20  # for partial results; runs follow each other, so all plans share it
 
@@ -166,6 +166,17 @@ class Prefill:
             size, causal=False, **heads.options,
         )  # fmt: skip
         return Prefixes(pages, torch.tensor(rows, dtype=torch.int32).to(device)[:, None], tokens, indices)
+
+
+def with_prefill(kernels: Kernels, prefill: Prefill) -> Kernels:
+    """Kernels whose prefill is FlashInfer's, behind the contract: the host reads the holes."""
+
+    def attend_extend(*arguments: Any) -> int:
+        holes = torch.zeros(1, dtype=torch.int32, device=arguments[0].device)
+        prefill(*arguments, holes=holes)
+        return int(holes)
+
+    return replace(kernels, name="flashinfer", attend_extend=attend_extend)
 
 
 def _starts(lengths: list[int]) -> Tensor:
