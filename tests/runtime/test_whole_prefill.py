@@ -21,7 +21,7 @@ RULES = {
     "all": "{keep: all}",
     "windows": "{keep: [{sink: 4}, {recent: 64}]}",
     "selected at the end": "{keep: [{recent: 16}, {top_k: {tokens: 64, by: key_norm}}]}",
-    "selected in blocks": "{keep: {top_k: {tokens: 64, by: key_norm}}, trigger: {prefill_chunk: {tokens: 256}}}",
+    "selected in blocks": "{keep: {top_k: {tokens: 9, by: key_norm}}, trigger: {prefill_chunk: {tokens: 256}}}",
     "windows in layer 1": "{layers: 1, keep: [{recent: 64}]}",
 }
 
