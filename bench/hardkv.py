@@ -221,6 +221,8 @@ class Bench:
             self.launch(path, len(asked) * tokens),
             arguments=(*VARIANTS["overlap"][0], *forced.ARGUMENTS),
             max_running_requests=len(asked),
+            # a prompt in two chunks would go through the logit processor twice
+            chunked_prefill_tokens=2 * len(asked) * long_answers.PROMPT_TOKENS,
         )
         with serve(launch) as server:
             say(f"{name}: {len(asked)} answers")

@@ -21,7 +21,7 @@ RULES = {
     "all": "{keep: all}",
     "windows": "{keep: [{sink: 4}, {recent: 64}]}",
     "selected at the end": "{keep: [{recent: 16}, {top_k: {tokens: 64, by: key_norm}}]}",
-    "selected in blocks": "{keep: {top_k: {tokens: 9, by: key_norm}}, trigger: {prefill_chunk: {tokens: 256}}}",
+    "in blocks": "{keep: {top_k: {tokens: 9, by: key_norm}}, trigger: {prefill_chunk: {tokens: 64}}}",
     "windows in layer 1": "{layers: 1, keep: [{recent: 64}]}",
 }
 
@@ -45,7 +45,7 @@ def _plain_torch_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         ("all", range(32)),
         ("windows", ()),
         ("selected at the end", range(32)),
-        ("selected in blocks", ()),
+        ("in blocks", ()),
         ("windows in layer 1", (0, *range(2, 32))),
     ],
 )
