@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvir.kernels import dispatch
 from kvir.kernels.proof import Shapes, disagreements
+from kvir.kernels.proof_selecting import wrong_sums, wrong_trigger
 from kvir.sglang_ext.hooks import HOOKS, SRT, Hook
 
 if TYPE_CHECKING:
@@ -58,7 +59,13 @@ def shapes_of(pool: KvirPool, *, whole: bool = False) -> Shapes:
 
 def check_kernels(pool: KvirPool, name: str) -> None:
     """Raises RuntimeError if the kernels called `name` are wrong here, in the shapes of the plan."""
-    if found := disagreements(dispatch.get(name), shapes_of(pool), pool.kv.device):
+    shapes, device = shapes_of(pool), pool.kv.device
+    found = disagreements(dispatch.get(name), shapes, device)
+    if pool.sums_name not in ("", "ref"):
+        found += wrong_sums(dispatch.sums(pool.sums_name), shapes, device)
+    if pool.selects_on_device:
+        found += wrong_trigger(shapes, device)
+    if found:
         raise RuntimeError(
             f"kvir: refusing to serve: kernels {name!r} on {pool.kv.device}: " + "; ".join(found)
         )

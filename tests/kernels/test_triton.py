@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvir.kernels import dispatch
-from support import graph_case, trigger_case, triton_cases, triton_score_cases
+from support import graph_case, proof_case, trigger_case, triton_cases, triton_score_cases
 
 ROOT = Path(__file__).parents[2]
 MODULES = {
@@ -23,6 +23,7 @@ MODULES = {
     "support.triton_score_cases": triton_score_cases.CASES,
     "support.graph_case": graph_case.CASES,
     "support.trigger_case": trigger_case.CASES,
+    "support.proof_case": proof_case.CASES,
 }
 ALL = [(module, name) for module, cases in MODULES.items() for name in cases]
 
