@@ -7,7 +7,7 @@
 a prompt of 4,096 tokens, alone, over that of the identity policy, less one: scoring and copying.  `decode` is
 the decode speed of eight requests at 4,096 tokens after SnapKV at 10 %, over the identity policy.  Servers
 take turns, so that a machine that slows down slows all of them; medians are compared.  Prompts are read in
-float32, where a CPU is fastest and scoring weighs most; decode is in bfloat16, where weights are smallest.
+float32, where a CPU is fastest and scoring weighs most; decode is in float32 and in bfloat16.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from evaluation.server import Launch, Server, ServerError, serve
 ROOT = Path(__file__).resolve().parent.parent
 CONTEXT_TOKENS, BATCH = 4_096, 8
 SHARE = 0.10
+DTYPES = ("float32", "bfloat16")
 POLICIES = {
     "identity": "keep: all",
     "snapkv": "keep: [{recent: 32}, {top_k: {fraction: %s, by: {attention: {pool: {max: 7}}}}}]",
@@ -73,7 +74,12 @@ def decode(rounds: int, threads: int) -> None:
     ids = token_stream(model_path("smollm2"))
     prompts = [_cut(ids, 5_000 * i) for i in range(BATCH)]
     named = {name: POLICIES[name] for name in ("identity", "snapkv")}
-    with servers(named, threads, (BATCH + 1) * (CONTEXT_TOKENS + 128), "bfloat16") as running:
+    for dtype in DTYPES:
+        _decode(named, prompts, rounds, threads, dtype)
+
+
+def _decode(named: dict[str, str], prompts: list[list[int]], rounds: int, threads: int, dtype: str) -> None:
+    with servers(named, threads, (BATCH + 1) * (CONTEXT_TOKENS + 128), dtype) as running:
         for server in running.values():
             server.generate_all(prompts, 2)
         steps: dict[str, list[float]] = {name: [] for name in running}
@@ -82,10 +88,12 @@ def decode(rounds: int, threads: int) -> None:
                 steps[name].append(measure(running[name], prompts))
     median = {name: statistics.median(taken) for name, taken in steps.items()}
     for name, taken in median.items():
-        print(f"batch {BATCH} at {CONTEXT_TOKENS:,}, {name:8}: {taken * 1e3:6.1f} ms a step", flush=True)
-    print(
-        f"bench: decode_after_snapkv10_vs_identity = {median['identity'] / median['snapkv']:.2f}", flush=True
-    )
+        print(
+            f"batch {BATCH} at {CONTEXT_TOKENS:,}, {dtype}, {name:8}: {taken * 1e3:6.1f} ms a step",
+            flush=True,
+        )
+    ratio = median["identity"] / median["snapkv"]
+    print(f"bench: decode_after_snapkv10_vs_identity_{dtype} = {ratio:.2f}", flush=True)
 
 
 @contextmanager
