@@ -1,4 +1,4 @@
-"""`kvir calibrate` and `kvir plot`: from options to files; `polykv` has its own folder."""
+"""`kvir calibrate` and `kvir plot`: from options to files; `polykv` and `hardkv` have their own folders."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from kvir.calibration.result import read, write
 
 def calibrate(args: argparse.Namespace) -> None:
     """Run the method that was named.  Raises what the methods raise."""
-    if args.method == "polykv":
-        from kvir.calibration.polykv.command import calibrate_polykv
+    match args.method:
+        case "polykv":
+            from kvir.calibration.polykv.command import calibrate_polykv
 
-        calibrate_polykv(args)
-    else:
-        calibrate_seqcalib(args)
+            calibrate_polykv(args)
+        case "hardkv":
+            from kvir.calibration.hardkv.command import calibrate_hardkv
+
+            calibrate_hardkv(args)
+        case _:
+            calibrate_seqcalib(args)
 
 
 def calibrate_seqcalib(args: argparse.Namespace) -> None:

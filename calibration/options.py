@@ -35,12 +35,14 @@ def count(text: str) -> int:
 
 
 def add_calibrate(commands: Any) -> None:
-    """`kvir calibrate`: `seqcalib` here, `polykv` in its own folder."""
+    """`kvir calibrate`: `seqcalib` here, `polykv` and `hardkv` in folders of their own."""
+    from kvir.calibration.hardkv.options import add_hardkv
     from kvir.calibration.polykv.options import add_polykv
 
     top = commands.add_parser("calibrate", help="choose what each KV head keeps, from a model and text")
     methods = top.add_subparsers(required=True, metavar="METHOD", dest="method")
     add_polykv(methods)
+    add_hardkv(methods)
     p: argparse.ArgumentParser = methods.add_parser(
         "seqcalib",
         help="a window per KV head (HeadWiseKV, arXiv:2609.02029)",
@@ -213,14 +215,14 @@ def command_text(
             text = f"{value:g}" if isinstance(value, float) else str(value)
         words += [
             flag,
-            _path(text)
+            shell_path(text)
             if name in ("model", "text", "held_out", "grid", "picture", "output")
             else shlex.quote(text),
         ]
     return " ".join(words)
 
 
-def _path(text: str) -> str:
+def shell_path(text: str) -> str:
     """A path as a shell reads it, the home folder as `~`."""
     home = str(Path.home()) + "/"
     return "~/" + shlex.quote(text[len(home) :]) if text.startswith(home) else shlex.quote(text)

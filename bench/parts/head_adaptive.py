@@ -5,8 +5,7 @@ fixed        every head the same number of rows (top-k)
 calibrated   a floor and a cap of each head's own, in between the nucleus
 own          each head a number of rows of its own (top-k)
 
-Budgets of heads are those that `kvir calibrate polykv` found on other text, scaled: a head whose budget there
-was most of a prompt keeps everything.
+Budgets of heads are those of `kvir calibrate hardkv`.
 """
 
 from __future__ import annotations
@@ -21,20 +20,14 @@ from statistics import fmean
 from bench.parts.figures import Figures
 from bench.parts.long_answers import ANSWER_TOKENS, PROMPT_TOKENS, Long
 from bench.parts.paired import share
+from kvir.calibration.hardkv.budgets import Unit, head_budgets, head_shares, limits
 from kvir.calibration.polykv.result import interval
 from kvir.lowering.load import plan_for_server
-from kvir.policy_ir.budgets import Fraction
-from kvir.policy_ir.terms import TopK
 
 CALIBRATED = Path(__file__).parents[2] / "examples" / "polykv_smollm2_15.ir"
 SINK, RECENT, EVERY, FLOOR = 4, 32, 128, 16
 BY = "{attention: {window: 32}}"
-LEAST = RECENT + 4  # rows of a head
-WHOLE = 0.7  # a head whose calibrated share is at least this keeps everything
-SLACK = 0.5, 1.25  # floor and cap of a head, of its budget
 BUDGETS = ((0.97, 512), (0.9, 256), (0.6, 256))  # mass and cap of the paper's form
-
-Unit = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -53,7 +46,7 @@ def compare(figures: Figures, mass: float, cap: int, model: Path, answer: Callab
     # the prompt is kept whole by all of them, and a budget counts what is kept of the answer
     rows = round(hard.rows) - PROMPT_TOKENS
     fixed = answer(f"fixed-{rows}", _rule(_best(rows)))
-    budgets = own_budgets(head_shares(model), rows)
+    budgets = budgets_of(model, rows)
     calibrated = answer(f"calibrated-{mass}-{rows}", _rules(budgets, lambda n: _limits(mass, n)))
     own = answer(f"own-{rows}", _rules(budgets, _best))
     arms = Arms(full, {"hardkv": hard, "fixed": fixed, "calibrated": calibrated, "own": own})
@@ -72,34 +65,12 @@ def _say(figures: Figures, label: str, arms: Arms) -> None:
         figures.add(f"{label}_{name}_over_{other}", f"{mean:+.4f} +- {half:.4f}")
 
 
-# ---- budgets of heads --------------------------------------------------------------------------------------
-
-
-def head_shares(model: Path) -> dict[Unit, float]:
-    """The share of a prompt that each KV head was given by calibration."""
+def budgets_of(model: Path, mean: int) -> dict[Unit, int | None]:
     plan = plan_for_server(CALIBRATED, model, dtype="float32")
-    found: dict[Unit, float] = {}
-    for layer, row in enumerate(plan.budgeted.bound.prefill_rule):
-        for head, number in enumerate(row):
-            terms = plan.policy.rules[number].keep if number >= 0 else ()
-            budgets = [t.budget for t in terms if isinstance(t, TopK)]
-            by_score = [b.share for b in budgets if isinstance(b, Fraction)]
-            if terms and not by_score:
-                by_score = [0.0] if budgets == [] and len(terms) > 1 else [1.0]  # a window, or everything
-            found[layer, head] = by_score[0] if by_score else 1.0
-    return found
-
-
-def own_budgets(shares: Mapping[Unit, float], mean: int) -> dict[Unit, int | None]:
-    """Rows of the answer for each head, in proportion to its share, `mean` on average over the answer's
-    course; None: all."""
-    most = mean * len(shares) // ANSWER_TOKENS  # they hold half of it on average: half of all rows at most
-    ranked = sorted(shares, key=lambda unit: -shares[unit])
-    whole = {unit for unit in ranked[:most] if shares[unit] >= WHOLE}
-    left = mean * len(shares) - len(whole) * ANSWER_TOKENS / 2
-    others = {unit: share for unit, share in shares.items() if unit not in whole}
-    scale = max(0.0, (left - LEAST * len(others)) / sum(others.values()))
-    return {u: None if u in whole else LEAST + round(scale * shares[u]) for u in shares}
+    source = plan.policy.provenance
+    assert source is not None
+    assert source.context is not None
+    return head_budgets(head_shares(plan.budgeted, source.context), mean, ANSWER_TOKENS, RECENT)
 
 
 # ---- rules -------------------------------------------------------------------------------------------------
@@ -110,8 +81,7 @@ def _nucleus(mass: float, floor: int, cap: int) -> str:
 
 
 def _limits(mass: float, rows: int) -> str:
-    low, high = (max(1, round(part * (rows - RECENT))) for part in SLACK)
-    return _nucleus(mass, low, high)
+    return _nucleus(mass, *limits(rows, RECENT))
 
 
 def _best(rows: int) -> str:
