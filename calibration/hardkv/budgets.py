@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 
 from kvir.lowering.quota import first_run, kept_rows
 from kvir.lowering.stages import BudgetedPolicy, Retention, ShareAmount
+from kvir.policy_ir.budgets import FixedTokens
 from kvir.policy_ir.nodes import IndexRange, Rule
 from kvir.policy_ir.rules import Every
 from kvir.policy_ir.scores import Attention
-from kvir.policy_ir.terms import Recent, Sink, TopP
+from kvir.policy_ir.terms import Recent, Sink, TopK, TopP
 
 WINDOW = 32  # last queries whose attention ranks and measures
 LEAST_ROWS = 4  # of a head, beside the recent ones
@@ -58,27 +59,26 @@ def hardkv_rules(
     budgets: Mapping[Unit, int | None],
     layer_ids: Sequence[int],
     *,
-    mass: float,
+    mass: float | None,
     every: int,
     recent: int,
     sink: int,
 ) -> tuple[Rule, ...]:
-    """A rule per KV head, nuclei between its limits; heads that keep everything need none."""
-    rules: list[Rule] = []
+    """A rule per KV head: a nucleus of `mass` between its limits, or, if None, its number of rows.  Heads that
+    keep everything need none."""
+    by, rules = Attention(window=WINDOW), list[Rule]()
     for (layer, head), rows in budgets.items():
         if rows is None:
             continue
         floor, cap = limits(rows, recent)
-        by = Attention(window=WINDOW)
+        term = TopK(budget=FixedTokens(tokens=rows - recent), by=by)
+        if mass is not None:
+            term = TopP(mass=mass, by=by, of=by, floor=floor, cap=cap)
         rules.append(
             Rule(
                 layers=(IndexRange(first=layer_ids[layer], last=layer_ids[layer]),),
                 heads=(IndexRange(first=head, last=head),),
-                keep=(
-                    Sink(tokens=sink),
-                    Recent(tokens=recent),
-                    TopP(mass=mass, by=by, of=by, floor=floor, cap=cap),
-                ),
+                keep=(Sink(tokens=sink), Recent(tokens=recent), term),
                 trigger=(Every(tokens=every),),
                 region="generated",
             )

@@ -41,7 +41,7 @@ def calibrate_hardkv(args: argparse.Namespace) -> None:
     rules = hardkv_rules(
         budgets,
         [layer.layer_id for layer in plan.model.layers],
-        mass=args.mass,
+        mass=None if args.fixed else args.mass,
         every=args.every,
         recent=args.recent,
         sink=args.sinks,
@@ -60,8 +60,9 @@ def calibrate_hardkv(args: argparse.Namespace) -> None:
         ),
     )
     whole = sum(rows is None for rows in budgets.values())
+    form = "rows" if args.fixed else "a floor and a cap"
     header = [
-        "Hard-KV with a floor and a cap per KV head, in proportion to a calibrated plan.",
+        f"Hard-KV with {form} per KV head, in proportion to a calibrated plan.",
         _command(args),
         f"{args.rows} rows of an answer of {args.answer} tokens per head on average; {whole} heads keep all",
     ]
@@ -74,7 +75,7 @@ def calibrate_hardkv(args: argparse.Namespace) -> None:
 def _command(args: argparse.Namespace) -> str:
     """The command that does the same again."""
     words = ["kvir calibrate hardkv", shell_path(str(args.plan)), "--model", shell_path(str(args.model))]
-    for name in ("rows", "answer", "mass", "every", "recent", "sinks"):
-        value = getattr(args, name)
-        words += [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
+    words += ["--fixed"] if args.fixed else ["--mass", f"{args.mass:g}"]
+    for name in ("rows", "answer", "every", "recent", "sinks"):
+        words += [f"--{name}", str(getattr(args, name))]
     return " ".join([*words, "-o", shell_path(str(args.output))])

@@ -24,7 +24,11 @@ def add_hardkv(methods: Any) -> None:
         "--rows", type=count, metavar="N", required=True, help="of an answer, per head, on average"
     )
     p.add_argument("--answer", type=count, metavar="N", default=2000, help="tokens of an answer")
-    p.add_argument("--mass", type=share, metavar="P", default=0.9, help="of attention that a nucleus holds")
+    form = p.add_mutually_exclusive_group()
+    form.add_argument(
+        "--mass", type=share, metavar="P", default=0.9, help="of attention that a nucleus holds"
+    )
+    form.add_argument("--fixed", action="store_true", help="a number of rows per head instead of limits")
     p.add_argument("--every", type=count, metavar="N", default=128, help="tokens between two selections")
     p.add_argument("--recent", type=count, metavar="N", default=32, help="last rows kept by every head")
     p.add_argument("--sinks", type=count, metavar="N", default=4, help="first rows kept by every head")

@@ -37,6 +37,14 @@ def test_the_example_is_what_the_command_writes_and_what_the_bench_serves(tmp_pa
     assert max(caps) > 5 * min(caps)
 
 
+def test_numbers_of_rows_instead_of_limits(tmp_path: Path) -> None:
+    output = tmp_path / "p.ir"
+    assert main(words(output, "--rows", "128", "--fixed")) == 0
+    budgets = head_adaptive.budgets_of(MODEL, 128)
+    rules = head_adaptive._rules(budgets, head_adaptive._best)
+    assert load(output).rules == parse(f"kvir: 1\nname: bench\nrules:\n{rules}").rules
+
+
 def test_shares_are_what_a_plan_keeps_of_a_prompt(tmp_path: Path) -> None:
     rules = (
         "{keep: [{recent: 16}, {top_k: {fraction: {share: 0.3}, by: key_norm, counts: kept}}]}",
