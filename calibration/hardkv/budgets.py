@@ -64,8 +64,8 @@ def hardkv_rules(
     recent: int,
     sink: int,
 ) -> tuple[Rule, ...]:
-    """A rule per KV head: a nucleus of `mass` between its limits, or, if None, its number of rows.  Heads that
-    keep everything need none."""
+    """A rule per KV head: a nucleus of `mass` between its limits, or, if None, its number of rows.  Heads
+    that keep everything need none."""
     by, rules = Attention(window=WINDOW), list[Rule]()
     for (layer, head), rows in budgets.items():
         if rows is None:
