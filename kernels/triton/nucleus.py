@@ -88,8 +88,13 @@ def choose_rows(
     above = held_from(mine, bits, size, MASS, True, ROWS)
     rows = held_from(mine, bits, size, COUNT, True, ROWS)
     value = bits.to(tl.float32, bitcast=True).to(tl.float64)
-    # of the scores that equal the threshold, as many as are needed; the first one always is
-    equal = tl.where(value > 0, tl.ceil((wanted - above) / tl.where(value > 0, value, 1.0)), 1.0)
+    # of the scores that equal the threshold, as many as are needed; the first one always is.  A guess in
+    # float32 that products correct: a division of float64 is a call, for which some builds spill
+    needed = wanted - above
+    guess = tl.ceil(needed.to(tl.float32) / tl.where(value > 0, value, 1.0).to(tl.float32)).to(tl.float64)
+    equal = tl.where((guess - 1) * value >= needed, guess - 1, guess)
+    equal = tl.where(guess * value < needed, guess + 1, equal)
+    equal = tl.where(value > 0, equal, 1.0)
     nucleus = tl.where(total > 0, rows + tl.maximum(equal, 1.0), 0.0).to(tl.int32)
     nucleus = tl.minimum(nucleus, size)
     nucleus = tl.maximum(nucleus, tl.minimum(tl.load(floors + unit), size))

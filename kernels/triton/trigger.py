@@ -25,7 +25,7 @@ from kvir.kernels.triton.window import remember_queries, window_lse, window_mean
 SCORED_ROWS = 64  # at a time
 SCORERS = 8  # programs of a lane
 SCORED_QUERIES = 32
-CHOSEN_ROWS = 512
+CHOSEN_ROWS = 256
 COPIED_ROWS = 32
 
 
@@ -150,7 +150,8 @@ class Trigger:
         shapes = {"UNITS": units, "D": sizes.head_dim, "DIM": dim, "P": sizes.page_rows}
         scoring = shapes | {
             "KV_HEADS": sizes.kv_heads, "HQ": sizes.query_heads, "G": group, "QUERIES": SCORED_QUERIES,
-            "ROWS": SCORED_ROWS, "CAP": logit_cap > 0, "WIDEN": widen(ring),
+            "ROWS": SCORED_ROWS if dim <= 128 else SCORED_ROWS // 2,  # keys of 256 fill the registers
+            "CAP": logit_cap > 0, "WIDEN": widen(ring),
         }  # fmt: skip
         pairs = self._lse.shape[2]
         window_lse[(lanes, triton.cdiv(pairs, SCORED_QUERIES))](
