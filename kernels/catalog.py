@@ -1,9 +1,9 @@
 """What each kernel implementation can do, as data: no torch, no kernel is imported.  Lowering chooses from
 this table.
 
-A capability check answers a reason or None, and never tries anything out.  Rows that are not `built` are
-known well enough to plan with: `kvir show` and `kvir lower` use them where nothing else can do the job, and a
-server refuses a plan that needs them.
+A capability check answers a reason or None, and never tries anything out.  What a row has `planned` is known
+well enough to plan with: `kvir show` and `kvir lower` use it where nothing else can do the job, and a server
+refuses a plan that needs it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class Implementation:
     head_dim_multiple: int = 1
     max_head_dim: int | None = None
     rules: tuple[Rule, ...] = ()
-    built: bool = True
 
     def refusal(self, job: Job) -> str | None:
         """Why this implementation cannot do a job, or None if it can."""
@@ -75,7 +74,7 @@ class Implementation:
 
     def is_built_for(self, job: Job) -> bool:
         """Whether this version of kvir has the implementation, with everything that the job needs."""
-        return self.built and all(self._has(need) for need in job.needs)
+        return all(self._has(need) for need in job.needs)
 
     def _has(self, need: str) -> bool:
         return need in self.features or EVERYTHING in self.features
@@ -190,14 +189,8 @@ _TRITON_SUM = Implementation(
 )
 
 
-def _flashinfer(name: str, *rules: Rule, features: tuple[str, ...] = ("logit_cap",)) -> Implementation:
-    return Implementation(
-        name,
-        ("cuda",),
-        _HALF,
-        features=features,
-        rules=rules,
-    )
+def _flashinfer(*rules: Rule, features: tuple[str, ...] = ("logit_cap",)) -> Implementation:
+    return Implementation("flashinfer", ("cuda",), _HALF, features=features, rules=rules)
 
 
 # Per op, best first.
@@ -206,17 +199,17 @@ CATALOG: dict[str, tuple[Implementation, ...]] = {
     "attend_decode": (
         _CPU_ATTEND,
         _REF_ATTEND,
-        _flashinfer("flashinfer", _even_lengths, _host_plan, features=("logit_cap", COMPACT_ROWS)),
+        _flashinfer(_even_lengths, _host_plan, features=("logit_cap", COMPACT_ROWS)),
         _TRITON_ATTEND,
     ),
     "attend_extend": (
         _CPU_ATTEND,
         _REF_ATTEND,
-        _flashinfer("flashinfer", _one_window, _whole, _known_head_dim),
+        _flashinfer(_one_window, _whole, _known_head_dim),
         _TRITON_ATTEND,
     ),
     "sum": (_TRITON_SUM, _REF_SELECT),
-    "score": (_flashinfer("flashinfer", _no_weights, features=(EVERYTHING,)), _REF_SELECT),
+    "score": (_flashinfer(_no_weights, features=(EVERYTHING,)), _REF_SELECT),
     "select": (_REF_SELECT,),
     "compact": (_REF_SELECT,),
 }

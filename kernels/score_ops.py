@@ -169,6 +169,21 @@ class RunningOf(Protocol):
     ) -> Running: ...
 
 
+class ColumnSumsOf(Protocol):
+    """Empty column sums; queries before `first_query` do not count."""
+
+    def __call__(
+        self,
+        spec: Accumulated | Persistent,
+        query_heads: int,
+        scale: float,
+        *,
+        logit_cap: float = 0.0,
+        first_query: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> Running: ...
+
+
 @dataclass(frozen=True)
 class SumKernels:
     """An implementation of sums over all queries."""

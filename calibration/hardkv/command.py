@@ -9,10 +9,11 @@ from kvir import __version__
 from kvir.calibration.hardkv.budgets import LEAST_ROWS, hardkv_rules, head_budgets, head_shares
 from kvir.calibration.harness import CalibrationError
 from kvir.calibration.options import shell_path
+from kvir.calibration.polykv.policy import policy_text
 from kvir.lowering.load import plan_for_server
 from kvir.lowering.pipeline import lower_to
 from kvir.lowering.plan_file import write_atomically
-from kvir.policy_ir import Policy, parse, print_policy
+from kvir.policy_ir import Policy, parse
 from kvir.policy_ir.nodes import ModelPin, Provenance
 
 TOOL = "kvir calibrate hardkv"
@@ -66,7 +67,7 @@ def calibrate_hardkv(args: argparse.Namespace) -> None:
         _command(args),
         f"{args.rows} rows of an answer of {args.answer} tokens per head on average; {whole} heads keep all",
     ]
-    words = "".join(f"# {line}\n" for line in header) + print_policy(policy)
+    words = policy_text(policy, header)
     lower_to("layout", parse(words), plan.model, dtype=plan.model.dtype)  # what is written is a plan
     write_atomically(args.output, words.encode())
     print(f"wrote {args.output}: {header[-1]}", file=sys.stderr)

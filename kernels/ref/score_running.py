@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvir.kernels.ref.score_attention import logits_of, reduce
-from kvir.kernels.score_ops import RunningScore, ScoreInputs, SumKernels, Sums
+from kvir.kernels.score_ops import ColumnSumsOf, Running, RunningScore, ScoreInputs, SumKernels, Sums
 from kvir.policy_ir.scores import Accumulated, Noncausal, Persistent
 
 QUERY_BLOCK = 64  # bounds memory: Hq x QUERY_BLOCK x n floats
@@ -135,13 +135,18 @@ def running_of(
     tokens: int,
     logit_cap: float = 0.0,
     device: torch.device | str = "cpu",
-) -> ColumnSums | ChunkSums:
-    """Empty sums of a score for a sequence that will have `tokens` tokens when it is asked."""
+    column_sums: ColumnSumsOf = ColumnSums,
+) -> Running:
+    """Empty sums of a score for a sequence that will have `tokens` tokens when it is asked.
+
+    `column_sums` makes those of `accumulated` and `persistent`; chunks of `noncausal` are small enough for
+    plain torch everywhere.
+    """
     if isinstance(spec, Noncausal):
         return ChunkSums(spec, query_heads, scale, logit_cap=logit_cap, device=device)
     history = spec.history if isinstance(spec, Persistent) else None
     first = 0 if history is None else max(0, tokens - history)
-    return ColumnSums(spec, query_heads, scale, logit_cap=logit_cap, first_query=first, device=device)
+    return column_sums(spec, query_heads, scale, logit_cap=logit_cap, first_query=first, device=device)
 
 
 def log_sum_exp(

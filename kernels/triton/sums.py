@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import log2
 from typing import Literal
 
@@ -9,11 +10,11 @@ import torch
 import triton
 from torch import Tensor
 
-from kvir.kernels.ref.score_running import ChunkSums
-from kvir.kernels.score_ops import RunningScore, SumKernels, Sums
+from kvir.kernels.ref.score_running import running_of
+from kvir.kernels.score_ops import SumKernels, Sums
 from kvir.kernels.triton.columns import COUNT, LARGEST, SQUARES, SUM, column_sums, lse_merge, lse_parts
 from kvir.kernels.triton.settings import padded, widen
-from kvir.policy_ir.scores import Accumulated, Noncausal, Persistent
+from kvir.policy_ir.scores import Accumulated, Persistent
 
 QUERIES = 64
 ROWS = 64
@@ -166,25 +167,8 @@ class ColumnSums:
         return Sums(self._values, self._seen)
 
 
-def running_of(
-    spec: RunningScore,
-    query_heads: int,
-    scale: float,
-    *,
-    tokens: int,
-    logit_cap: float = 0.0,
-    device: torch.device | str = "cpu",
-) -> ColumnSums | ChunkSums:
-    """`kernels.score_ops.RunningOf`; chunks of `noncausal` are small enough for plain torch."""
-    if isinstance(spec, Noncausal):
-        return ChunkSums(spec, query_heads, scale, logit_cap=logit_cap, device=device)
-    history = spec.history if isinstance(spec, Persistent) else None
-    first = 0 if history is None else max(0, tokens - history)
-    return ColumnSums(spec, query_heads, scale, logit_cap=logit_cap, first_query=first, device=device)
-
-
 def _positions(k: Tensor, given: Tensor | None) -> Tensor:
     return torch.arange(k.shape[0], device=k.device) if given is None else given
 
 
-SUMS = SumKernels("triton", log_sum_exp, running_of)
+SUMS = SumKernels("triton", log_sum_exp, partial(running_of, column_sums=ColumnSums))
