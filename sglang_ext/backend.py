@@ -67,7 +67,9 @@ class KvirAttentionBackend(AttentionBackend):
         self.selection = None
         if pool.plan.layout.compact:
             pool.sums_name = (sums := dispatch.sums(kernels_of(pool.plan, "sum"))).name
-            self.selection = RowSelection(pool.plan, pool, runner.model, _exchange(pool), sums)
+            self.selection = RowSelection(
+                pool.plan, pool, runner.model, Exchange.of(pool.residency.geometry.ranks), sums
+            )
         self._works: list[Work] = []
 
     # ---- once per forward ----------------------------------------------------------------------------------
@@ -77,11 +79,11 @@ class KvirAttentionBackend(AttentionBackend):
         shadows = self.update_table()
         rows = forward_batch.req_pool_indices
         if forward_batch.forward_mode.is_decode():
+            lens = host_lens(forward_batch)
             self._lens = forward_batch.seq_lens.to(torch.int32)
-            self._pages = self._logical_pages(rows, int(_given(forward_batch.seq_lens_cpu).max()))
+            self._pages = self._logical_pages(rows, max(lens))
             if self.selection is not None:
-                lens = _given(forward_batch.seq_lens_cpu).tolist()
-                self._works = self.selection.of_decode(self.allocator, lens)
+                self._works = self.selection.of_decode(self.allocator, lens[: len(self.allocator.decoding)])
                 self._read_compact(lens)
             return
         self._lens = _given(forward_batch.extend_prefix_lens).to(torch.int32)
@@ -104,20 +106,21 @@ class KvirAttentionBackend(AttentionBackend):
 
     def _read_compact(self, lens: list[int]) -> None:
         """Requests whose prompt was compacted read their spare rows first, each unit within bounds of its
-        own.
+        own.  Lengths of a padded batch end in some that are no request's.
         """
-        states = self.allocator.decoding
-        if all(state.compact is None for state in states):
+        compacts = [state.compact for state in self.allocator.decoding]
+        if all(compact is None for compact in compacts):
             self._bounds = self.pool.decode_bounds
             return
+        compacts += [None] * (len(lens) - len(compacts))
         sink, recent = self.pool.decode_bounds.sink.numpy(), self.pool.decode_bounds.recent.numpy()
         pages, sinks, recents = [], [], []
-        for i, state in enumerate(states):
+        for i, compact in enumerate(compacts):
             before, of_sink, of_recent = 0, sink, recent
             row = self._pages[i].numpy()
-            if state.compact is not None:
-                before, of_sink, of_recent = state.compact.decode_view(lens[i], recent)
-                row = np.concatenate([state.compact.spare_rows, row])
+            if compact is not None:
+                before, of_sink, of_recent = compact.decode_view(lens[i], recent)
+                row = np.concatenate([compact.spare_rows, row])
             lens[i] += before
             pages.append(row)
             sinks.append(of_sink)
@@ -157,9 +160,10 @@ class KvirAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        q, k, v, unit0 = self._views(q, k, v, layer, save_kv_cache, kwargs)
+        q, k, v = self._views(q, k, v, layer, save_kv_cache, kwargs)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         index = self.layer_index[layer.layer_id]
+        unit0 = index * self.kv_heads
         call = LayerCall(index, layer.layer_id, q, k, v, layer.scaling, layer.logit_cap)
         selection = self.selection
         apart = [] if selection is None else [selection.heads_in_blocks(w, index) for w in self._works]
@@ -205,11 +209,18 @@ class KvirAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        q, k, v, unit0 = self._views(q, k, v, layer, save_kv_cache, kwargs)
+        q, k, v = self._views(q, k, v, layer, save_kv_cache, kwargs)
+        return self.decode_layer(q, k, v, layer, forward_batch.out_cache_loc)
+
+    def decode_layer(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """One layer of a decode step; q, k, v [B, heads, D], slots [B]; returns [B, Hq * D]."""
+        unit0 = self.layer_index[layer.layer_id] * self.kv_heads
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.kernels.append(k, v, self.pool.cache, forward_batch.out_cache_loc, unit0)
+        self.kernels.append(k, v, self.pool.cache, slots, unit0)
         holes = self._attend_decode(q, layer, unit0, out)
-        self._after_decode(q, k, v, layer, forward_batch)
+        self._after_decode(q, k, v, layer)
         return self._checked(out, holes, layer)
 
     def _attend_decode(self, q: torch.Tensor, layer: RadixAttention, unit0: int, out: torch.Tensor) -> int:
@@ -224,14 +235,7 @@ class KvirAttentionBackend(AttentionBackend):
         if self.selection is not None:
             self.selection.after_append(self._works, index)
 
-    def _after_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-    ) -> None:
+    def _after_decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention) -> None:
         """Selections of a decode step: every row is in the pool."""
         if not self._works:
             return
@@ -250,16 +254,14 @@ class KvirAttentionBackend(AttentionBackend):
         layer: RadixAttention,
         save_kv_cache: bool,
         kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        """[T, heads, D] views and the layer's first unit; what kvir does not compute is refused here."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, heads, D] views; what kvir does not compute is refused here."""
         if k is None or v is None or not save_kv_cache or kwargs or layer.attn_type != AttentionType.DECODER:
             self._unsupported(layer, kwargs)
-        index = self.layer_index[layer.layer_id]
         return (
             q.view(q.shape[0], -1, self.head_dim),
             k.view(k.shape[0], self.kv_heads, self.head_dim),
             v.view(v.shape[0], self.kv_heads, self.head_dim),
-            index * self.kv_heads,
         )
 
     def _unsupported(self, layer: RadixAttention, kwargs: dict[str, Any]) -> NoReturn:
@@ -284,14 +286,10 @@ class KvirAttentionBackend(AttentionBackend):
         return 1
 
 
-def _exchange(pool: KvirPool) -> Exchange | None:
-    """With the other ranks, if there are any."""
-    ranks = pool.residency.geometry.ranks
-    if ranks.count == 1:
-        return None
-    from sglang.srt.distributed.parallel_state import get_tp_group
-
-    return Exchange(get_tp_group().cpu_group, ranks)
+def host_lens(forward_batch: ForwardBatch) -> list[int]:
+    """Lengths of a decode batch; one that a CPU pads to a compiled size has its tensor of them alone."""
+    lens = forward_batch.seq_lens_cpu
+    return (forward_batch.seq_lens if lens is None else lens).tolist()
 
 
 def _given(value: T | None) -> T:

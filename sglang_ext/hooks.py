@@ -196,6 +196,17 @@ def no_nccl_on_cpu(original: Callable[..., Any], self: Any, group: Any, device: 
     return None
 
 
+# ---- compiled decode ---------------------------------------------------------------------------------------
+
+
+def describe_operators(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from kvir.sglang_ext import standin
+
+    if _plan() is None or not standin.in_use():
+        return original(*args, **kwargs)
+    return None
+
+
 CONFIGURATOR = "mem_cache.kv_cache_configurator.KVCacheConfigurator."
 INTERNAL_STATE = "managers.scheduler_components.internal_state.SchedulerInternalStateController."
 HOOKS: tuple[Hook, ...] = (
@@ -243,6 +254,12 @@ HOOKS: tuple[Hook, ...] = (
         "around",
         no_nccl_on_cpu,
         "ranks on a CPU have gloo; 0.5.23 asks for a CUDA device there",
+    ),
+    Hook(
+        "model_executor.cpu_graph_runner.register_fake_ops",
+        "around",
+        describe_operators,
+        "`--enable-torch-compile` tells torch of CPU operators that the stand-in for them does not have",
     ),
     Hook(
         "managers.scheduler.Scheduler.__init__",

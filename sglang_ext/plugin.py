@@ -95,13 +95,14 @@ def _register_factories() -> None:
     @register_attention_backend(BACKEND)
     def _(runner: Any) -> Any:
         from kvir.kernels import dispatch
-        from kvir.sglang_ext.backend import KvirAttentionBackend, kernels_of
+        from kvir.sglang_ext.backend import kernels_of
+        from kvir.sglang_ext.cpu_backend import KvirCpuBackend
         from kvir.sglang_ext.graphs import install_kernels
         from kvir.sglang_ext.selfcheck import check_kernels
 
         wanted = kernels_of(runner.token_to_kv_pool.plan)
         if wanted != "triton" or dispatch.unavailable(wanted) is not None:
-            backend = KvirAttentionBackend(runner)
+            backend = KvirCpuBackend(runner)
         else:
             from kvir.sglang_ext.triton_backend import KvirTritonBackend
 

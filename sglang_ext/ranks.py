@@ -68,6 +68,15 @@ class Exchange:
     def __init__(self, group: torch.distributed.ProcessGroup, ranks: Ranks) -> None:
         self._group, self._ranks = group, ranks
 
+    @staticmethod
+    def of(ranks: Ranks) -> Exchange | None:
+        """With the other ranks of SGLang's tensor-parallel group, if there are any."""
+        if ranks.count == 1:
+            return None
+        from sglang.srt.distributed.parallel_state import get_tp_group
+
+        return Exchange(get_tp_group().cpu_group, ranks)
+
     def complete(self, compact: Compact) -> None:
         """This rank's heads have their rows: the others learn how many, and the books get theirs."""
         import torch.distributed

@@ -95,7 +95,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "two batches would share one version of the table", _off, ("enable_two_batch_overlap", "enable_pdmux")
     ),
     Refusal("preemption is not tested yet", _off, ("enable_priority_scheduling",)),
-    Refusal("compiled graphs on a CPU are not supported", _off, ("enable_torch_compile",)),
     Refusal("diffusion decoding rewrites rows", _is(None), ("dllm_algorithm",)),
     Refusal("such a server decodes nothing", _off, ("encoder_only", "is_embedding")),
     Refusal("it demands attention backends of its own", _off, ("enable_deterministic_inference",)),
@@ -127,6 +126,11 @@ def check_raw(args: KvirServerArgs) -> None:
 def check_resolved(config: Any) -> None:
     """The same questions, asked of what resolution made of the arguments."""
     _check(lambda field: getattr(config, field))
+    if config.enable_torch_compile and config.device != "cpu":
+        raise KvirError(
+            "error: --kv-ir does not go together with --enable-torch-compile on a GPU: torch would trace the "
+            "kernels' launches\n  help: leave it out: decode is captured in graphs"
+        )
 
 
 def check_ranks(plan: ExecutionPlan, tp_size: int) -> None:

@@ -21,7 +21,7 @@ def needed() -> bool:
 
     if any(getattr(torch, kind).is_available() for kind in ("cuda", "xpu", "npu") if hasattr(torch, kind)):
         return False
-    if str(FOLDER) in sys.path:
+    if in_use():
         return False
     try:
         importlib.import_module("sgl_kernel")
@@ -30,6 +30,10 @@ def needed() -> bool:
             del sys.modules[name]
         return True
     return False
+
+
+def in_use() -> bool:
+    return str(FOLDER) in sys.path
 
 
 def install() -> None:

@@ -20,7 +20,7 @@ from kvir.kernels.triton.ops import launch_extend, tile_of_decode
 from kvir.lowering.course import most_compact_pages
 from kvir.lowering.footprint import ceil_div
 from kvir.lowering.triggers import device_selections
-from kvir.sglang_ext.backend import KvirAttentionBackend
+from kvir.sglang_ext.backend import KvirAttentionBackend, host_lens
 from kvir.sglang_ext.graphs import host_selects
 from kvir.sglang_ext.triggers import DeviceTriggers
 from kvir.sglang_ext.whole_prefill import WholePrefill
@@ -50,6 +50,7 @@ class KvirTritonBackend(KvirAttentionBackend):
         self._recent = bounds.recent.cpu().numpy()
         self._triggers = self._make_triggers()
         self.pool.selects_on_device = self._triggers is not None
+        self._batch: tuple[torch.Tensor, ...] = ()  # of the step: rows of the requests, and their lengths
 
     def _make_decoder(self, batch: int) -> Decoder:
         layout = self.pool.own
@@ -112,7 +113,7 @@ class KvirTritonBackend(KvirAttentionBackend):
         self.update_table()
         if self.selection is None:
             return
-        lens = _cpu_lens(forward_batch)
+        lens = host_lens(forward_batch)
         works = self.selection.of_decode(self.allocator, lens[: len(self.allocator.decoding)])
         self._decoder.place(self._placed(lens))
         self._works = works if self._triggers is None else []
@@ -126,6 +127,7 @@ class KvirTritonBackend(KvirAttentionBackend):
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """The device's half: recorded in a graph, or run as it is."""
+        self._batch = forward_batch.req_pool_indices, forward_batch.seq_lens
         self._decoder.plan(self.req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens)
 
     def _placed(self, lens: list[int]) -> list[Placed | None]:
@@ -147,19 +149,12 @@ class KvirTritonBackend(KvirAttentionBackend):
         if self._triggers is not None:
             self._triggers.remember_chunk(index, q)
 
-    def _after_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-    ) -> None:
+    def _after_decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention) -> None:
         if self._triggers is None:
-            super()._after_decode(q, k, v, layer, forward_batch)
+            super()._after_decode(q, k, v, layer)
             return
-        index, rows = self.layer_index[layer.layer_id], forward_batch.req_pool_indices
-        self._triggers.remember(index, q, rows, forward_batch.seq_lens)
+        index, (rows, lens) = self.layer_index[layer.layer_id], self._batch
+        self._triggers.remember(index, q, rows, lens)
         if index == len(self.layer_index) - 1:  # every layer's queries and rows are there
             self._triggers.select(self.pool.cache, rows, layer.scaling, layer.logit_cap)
 
@@ -200,9 +195,3 @@ class HoleWatch:
             self._copied.record()
         if missing:
             raise RuntimeError(f"kvir: {missing} rows were needed that are not resident")
-
-
-def _cpu_lens(forward_batch: ForwardBatch) -> list[int]:
-    lens = forward_batch.seq_lens_cpu
-    assert lens is not None
-    return lens.tolist()

@@ -81,6 +81,13 @@ def test_what_goes_together(field: str, value: object, policy: str) -> None:
     check_raw(arguments(policy, **{field: value}))
 
 
+def test_decode_is_compiled_on_a_cpu_alone(policy: str) -> None:
+    check_resolved(arguments(policy, enable_torch_compile=True, device="cpu"))
+    with pytest.raises(KvirError, match="--enable-torch-compile on a GPU") as refused:
+        check_resolved(arguments(policy, enable_torch_compile=True, device="cuda"))
+    assert "\n  help: " in str(refused.value)
+
+
 def test_all_reasons_at_once(policy: str) -> None:
     with pytest.raises(KvirError) as refused:
         check_raw(arguments(policy, pp_size=2, enable_mixed_chunk=True))

@@ -117,6 +117,22 @@ class TestRanks:
         selected_and_left_nothing(traffic.server)
 
 
+@pytest.mark.parametrize("server", ["folding-compiled", "methods-compiled-retract"], indirect=True)
+class TestCompiled:
+    """SGLang's `--enable-torch-compile`: the decode step is compiled around attention, batches are padded."""
+
+    def test_eight_at_once(self, traffic: Traffic, oracle: Oracle) -> None:
+        eight_agree(traffic, oracle)
+        assert "cpu graph: True" in traffic.server.log.read_text()
+
+    def test_random_traffic(self, traffic: Traffic, oracle: Oracle) -> None:
+        Storm(requests=40, seed=13, cancel_share=1 / 6).run(traffic)
+        agrees(traffic, oracle)
+
+    def test_nothing_is_left(self, traffic: Traffic) -> None:
+        selected_and_left_nothing(traffic.server)
+
+
 @pytest.mark.parametrize("server", ["rivals"], indirect=True)
 class TestMemory:
     def test_a_compacted_prompt_is_found_again(self, traffic: Traffic, plan: ExecutionPlan) -> None:

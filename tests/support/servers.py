@@ -63,6 +63,9 @@ PLAIN = ("--disable-overlap-schedule",)
 RANKS = ("--tp-size", "2")
 CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
+# Decode compiled by torch for batches of these sizes; others are padded, larger ones are not compiled.
+COMPILED = ("--enable-torch-compile", "--cuda-graph-bs-decode", "3", "8", "--decode-log-interval", "1")
+
 # Pools are as small as lets eight long requests run at once, so that the prefix cache is under pressure.
 SERVERS: Mapping[str, Setup] = {
     "stock": Setup("", 8192),
@@ -81,6 +84,8 @@ SERVERS: Mapping[str, Setup] = {
     "blocks-retract": Setup("blocks", 4096, PLAIN, RETRACTIONS, stand_in=ELSEWHERE),
     "folding": Setup("folding", 4096),
     "folding-retract": Setup("folding", 4096, PLAIN, RETRACTIONS),
+    "folding-compiled": Setup("folding", 4096, COMPILED),
+    "methods-compiled-retract": Setup("methods", 4096, (*COMPILED, *PLAIN), RETRACTIONS),
     "merging": Setup("merging", 4096),
     "merging-retract": Setup("merging", 4096, PLAIN, RETRACTIONS, stand_in=ELSEWHERE),
     "folding-ranks": Setup("folding", 4096, RANKS, CORES),
