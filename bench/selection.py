@@ -6,7 +6,7 @@
 `rows` asks the golden test how many kept rows are those of kvpress.  `cost` is the time to the first token of
 a prompt of 4,096 tokens, alone, over that of the identity policy, less one: scoring and copying.  `decode` is
 the decode speed of eight requests at 4,096 tokens after SnapKV at 10 %, over the identity policy; `compiled`
-the same with `--enable-torch-compile`, which makes everything but attention faster, in both.  Servers
+the same with `--enable-torch-compile`, which makes all but attention faster, in both, in bfloat16.  Servers
 take turns, so that a machine that slows down slows all of them; medians are compared.  Prompts are read in
 float32, where a CPU is fastest and scoring weighs most; decode is in float32 and in bfloat16.
 """
@@ -76,7 +76,7 @@ def decode(rounds: int, threads: int, arguments: tuple[str, ...] = ()) -> None:
     ids = token_stream(model_path("smollm2"))
     prompts = [_cut(ids, 5_000 * i) for i in range(BATCH)]
     named = {name: POLICIES[name] for name in ("identity", "snapkv")}
-    for dtype in DTYPES:
+    for dtype in DTYPES[1:] if arguments else DTYPES:
         _decode(named, prompts, rounds, threads, dtype, arguments)
 
 

@@ -211,7 +211,7 @@ CATALOG: dict[str, tuple[Implementation, ...]] = {
     "sum": (_TRITON_SUM, _REF_SELECT),
     "score": (_flashinfer(_no_weights, features=(EVERYTHING,)), _REF_SELECT),
     "select": (_REF_SELECT,),
-    "compact": (_REF_SELECT,),
+    "compact": (_TRITON, _REF_SELECT),
 }
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from importlib import import_module
+from typing import Any
 
+from kvir.kernels.copy_ops import CopyKernels
 from kvir.kernels.ops import Kernels
 from kvir.kernels.score_ops import SumKernels
 
@@ -15,6 +17,7 @@ MODULES = {
     "triton": "kvir.kernels.triton.ops",
 }
 SUM_MODULES = {"ref": "kvir.kernels.ref.score_running", "triton": "kvir.kernels.triton.sums"}
+COPY_MODULES = {"ref": "kvir.kernels.ref.compact", "triton": "kvir.kernels.triton.compact"}
 FALLBACK = "ref"
 
 log = logging.getLogger(__name__)
@@ -54,5 +57,14 @@ def choose(preferred: str) -> Kernels:
 
 def sums(preferred: str) -> SumKernels:
     """The sums over all queries of the kernels called `preferred`, or the reference's."""
-    usable = preferred in SUM_MODULES and unavailable(preferred) is None
-    return import_module(SUM_MODULES[preferred if usable else FALLBACK]).SUMS
+    return _part(SUM_MODULES, preferred).SUMS
+
+
+def copies(preferred: str) -> CopyKernels:
+    """The copies that a selection makes, of the kernels called `preferred`, or the reference's."""
+    return _part(COPY_MODULES, preferred).COPIES
+
+
+def _part(modules: dict[str, str], preferred: str) -> Any:
+    usable = preferred in modules and unavailable(preferred) is None
+    return import_module(modules[preferred if usable else FALLBACK])

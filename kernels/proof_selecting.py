@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvir.kernels.copy_ops import CopyKernels
 from kvir.kernels.ops import FULL, Bounds, Cache
 from kvir.kernels.proof import TOLERANCE, Shapes
+from kvir.kernels.ref.compact import COPIES
 from kvir.kernels.ref.score import score
 from kvir.kernels.ref.score_running import SUMS
 from kvir.kernels.ref.select_mass import select_top_p
@@ -55,6 +57,23 @@ def wrong_sums(sums: SumKernels, shapes: Shapes, device: torch.device | str) -> 
         for name, wanted in ours.items()
         if not (worst := float((theirs[name] - wanted).abs().max())) <= TOLERANCE[shapes.dtype]  # NaN, too
     ]
+
+
+def wrong_copies(copies: CopyKernels, shapes: Shapes, device: torch.device | str) -> list[str]:
+    """What differs in the copies of rows that stay: units that keep none, a page and a row, and all of 90."""
+    _, k, v = _tensors(shapes, tokens=90)
+    heads, size = k.shape[1], shapes.page_rows
+    counts = [(0, size + 1, 90)[head % 3] for head in range(heads)]
+    order = torch.Generator().manual_seed(3)
+    rows = [torch.randperm(90, generator=order)[:count].sort().values for count in counts]
+    ids = torch.randperm(heads * 90, generator=order).split(90)
+    pages = [mine[: -(-count // size)] for mine, count in zip(ids, counts, strict=True)]
+    found: list[Tensor] = []
+    for kernels, where in ((copies, torch.device(device)), (COPIES, torch.device("cpu"))):
+        kv = torch.zeros((heads * 90, 2, size, shapes.head_dim), dtype=shapes.dtype, device=where)
+        kernels.compact_units(k.to(where), v.to(where), [mine.to(where) for mine in rows], kv, pages)
+        found.append(kv.cpu())
+    return [] if torch.equal(*found) else ["copies of the rows that stay differ"]
 
 
 def wrong_trigger(shapes: Shapes, device: torch.device | str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The contract of scoring, selecting and compacting: what goes in, what comes out, and the legend.
+"""The contract of scoring and selecting: what goes in, what comes out, and the legend.
 
 Legend, beside that of `kernels/ops.py`
     n     rows that a unit holds, in the order of their positions     C    candidates among them
@@ -16,7 +16,7 @@ not taken from a prefix cache: a number, or None for all of the sequence.
 A layer whose heads hold different rows is scored in *parts*, KV heads with equally many rows each; scores
 that are relative to the layer are so over all parts (`ScoreParts`).
 
-Implementations: `kernels/ref` (plain torch, slow and obvious).
+Implementations: `kernels/ref` (plain torch, slow and obvious); sums also `kernels/triton`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from kvir.policy_ir.rules import Merge
 from kvir.policy_ir.scores import Accumulated, Noncausal, Norm, Persistent, Score
 
 if TYPE_CHECKING:
@@ -238,45 +237,3 @@ class SelectTopK(Protocol):
         block: int = 1,
         on_equal: Literal["older", "newer"] = "older",
     ) -> list[Tensor]: ...
-
-
-class Compact(Protocol):
-    """Copy kept rows of one unit into head-pages, in the order of their positions.
-
-    Row i of `rows` goes to `pages[i // P]` at offset i % P.  Places after the last row are not written.
-    Returns the number of rows.  Raises ValueError if the pages are too few or rows do not ascend.
-    """
-
-    def __call__(
-        self,
-        k: Tensor,  # [n, D]
-        v: Tensor,  # [n, D]
-        rows: Tensor,  # int64 [m], ascending
-        kv: Tensor,  # [N, 2, P, D], written
-        pages: Tensor,  # int [>= ceil(m / P)], head-pages
-    ) -> int: ...
-
-
-class MergeRows(Protocol):
-    """Fold the rows of one unit that go into rows that stay: k, v [m, D] and bias float32 [m] of those.
-
-    What one KV head holds is k, v [n, D] with biases and positions; `stay` are the rows that stay, ascending,
-    `into` those among them that may be changed (a part of `stay`, ascending); all others go.  `q` are the
-    reference queries [R, G, D] at `q_positions` [R].  See `Merge` of the
-    language.  If `into` is empty, nothing is changed.
-    """
-
-    def __call__(
-        self,
-        spec: Merge,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor,
-        positions: Tensor,
-        stay: Tensor,
-        into: Tensor,
-        q: Tensor,
-        q_positions: Tensor,
-        scale: float,
-        logit_cap: float,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...

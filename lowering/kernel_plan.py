@@ -142,7 +142,8 @@ def layer_job(op: str, layout: LayoutPlan, index: int, device: DeviceFacts) -> J
         needs = _attend_needs(layout, index, selections)
         needs += (BIASED_ROWS,) if biased(budgeted) else ()
     elif op == "attend_extend":
-        windows, whole = len(set(prefill)), prefill_is_whole(budgeted, index)
+        whole = prefill_is_whole(budgeted, index)
+        windows = 1 if whole else len(set(prefill))
         chunked = [s for s in selections if any(isinstance(t, PrefillChunk) for t in s.triggers)]
         lengths = _lengths([r.selection for r in prefill], chunked) if chunked else 1
         needs = _attend_needs(layout, index, chunked)

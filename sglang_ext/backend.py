@@ -11,6 +11,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 
 from kvir.kernels import dispatch
+from kvir.kernels.catalog import CATALOG
 from kvir.kernels.ops import Bounds
 from kvir.lowering.stages import ExecutionPlan
 from kvir.sglang_ext.allocator import KvirAllocator
@@ -29,11 +30,12 @@ if TYPE_CHECKING:
 
 
 def kernels_of(plan: ExecutionPlan, op: str = "attend_decode") -> str:
-    """The kernels for an op, empty if the plan has none: the plan's, or those that the variable names."""
-    chosen = {choice.op: choice.implementation for choice in plan.choices}
+    """The kernels for an op, empty if the plan has none: the best of the plan's, or the variable's."""
+    chosen = {choice.implementation for choice in plan.choices if choice.op == op}
+    best = next((each.name for each in CATALOG[op] if each.name in chosen), "")
     named = os.environ.get(KERNELS_VARIABLE)
     # FlashInfer does part of a prefill (`whole_prefill`), Triton the rest
-    return "triton" if named == "flashinfer" else named or chosen.get(op, "")
+    return "triton" if named == "flashinfer" else named or best
 
 
 class KvirAttentionBackend(AttentionBackend):
@@ -67,9 +69,9 @@ class KvirAttentionBackend(AttentionBackend):
         self.selection = None
         if pool.plan.layout.compact:
             pool.sums_name = (sums := dispatch.sums(kernels_of(pool.plan, "sum"))).name
-            self.selection = RowSelection(
-                pool.plan, pool, runner.model, Exchange.of(pool.residency.geometry.ranks), sums
-            )
+            pool.copies_name = (copies := dispatch.copies(kernels_of(pool.plan, "compact"))).name
+            exchange = Exchange.of(pool.residency.geometry.ranks)
+            self.selection = RowSelection(pool, runner.model, exchange, sums, copies)
         self._works: list[Work] = []
 
     # ---- once per forward ----------------------------------------------------------------------------------

@@ -98,6 +98,7 @@ class Evidence:
             "fingerprint": plan.fingerprint,
             "kernels": self._pool.kernels_name,
             "sums": self._pool.sums_name,
+            "copies": self._pool.copies_name,
             "flashinfer_layers": self._pool.flashinfer_layers,
             "selects_on_device": self._pool.selects_on_device,
             "units": res.geometry.unit_count,

@@ -75,3 +75,18 @@ def install_kernels(device: torch.device) -> None:
         logger.warning("kvir: %s is not used: %s", folder, reason)
     else:
         logger.info("kvir: kernels from %s", folder)
+        _install_modules(folder, target)
+
+
+def _install_modules(folder: Path, target: str) -> None:
+    """FlashInfer's, if the plan has some; where they are missing it compiles when it is first called."""
+    from kvir.kernels.flashinfer.modules import FOLDER, install
+
+    if not (folder / FOLDER).is_dir():
+        return
+    try:
+        reason = install(folder, target)
+    except ImportError as error:
+        reason = str(error)
+    if reason is not None:
+        logger.warning("kvir: FlashInfer's modules beside the policy are not used: %s", reason)

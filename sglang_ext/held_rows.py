@@ -20,9 +20,12 @@ class HeldRows:
     positions: torch.Tensor | None = None  # int64 [n]; None: 0 .. n - 1
     bias: torch.Tensor | None = None  # float32 [n], of one head; None: zeros
 
-    def of(self, head: int) -> HeldRows:
-        """One of the heads, still [n, 1, D]."""
-        return HeldRows(self.k[:, head : head + 1], self.v[:, head : head + 1], self.positions)
+    def of(self, *heads: int) -> HeldRows:
+        """Some of the heads, still [n, heads, D]."""
+        if len(heads) == 1:
+            one = slice(heads[0], heads[0] + 1)
+            return HeldRows(self.k[:, one], self.v[:, one], self.positions)
+        return HeldRows(self.k[:, heads], self.v[:, heads], self.positions)
 
 
 class RowReader:

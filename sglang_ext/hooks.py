@@ -199,12 +199,14 @@ def no_nccl_on_cpu(original: Callable[..., Any], self: Any, group: Any, device: 
 # ---- compiled decode ---------------------------------------------------------------------------------------
 
 
-def describe_operators(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def before_compiling(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from kvir.sglang_ext import standin
+    from kvir.sglang_ext.traceable import make_traceable
 
-    if _plan() is None or not standin.in_use():
+    if _plan() is None:
         return original(*args, **kwargs)
-    return None
+    make_traceable()
+    return None if standin.in_use() else original(*args, **kwargs)
 
 
 CONFIGURATOR = "mem_cache.kv_cache_configurator.KVCacheConfigurator."
@@ -258,8 +260,9 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "model_executor.cpu_graph_runner.register_fake_ops",
         "around",
-        describe_operators,
-        "`--enable-torch-compile` tells torch of CPU operators that the stand-in for them does not have",
+        before_compiling,
+        "`--enable-torch-compile`: torch is told of CPU operators, which the stand-in does not have; "
+        "records between layers become such as torch can trace, so a step is one graph",
     ),
     Hook(
         "managers.scheduler.Scheduler.__init__",

@@ -54,6 +54,7 @@ class KvirPool(KVCache):
         self.shadow_base = page_count
         self.kernels_name = ""  # set by the attention backend: what really runs
         self.sums_name = ""  # the same, of sums over all queries; empty if rows are not selected
+        self.copies_name = ""  # the same, of copies of the rows that stay
         self.flashinfer_layers = 0  # whose prefill is FlashInfer's; the same
         self.selects_on_device = False  # in decode; the same
         spare_rows = self._spare_rows(geometry) if geometry.selects.any() else 0

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvir.kernels.ref.compact import compact as copy_rows
-from kvir.kernels.ref.compact import copy_biases
+from kvir.kernels.copy_ops import CopyKernels
 from kvir.kernels.ref.prompt_inputs import of_query_heads
-from kvir.kernels.ref.select_offer import LayerState, Offer, Unit, offer
+from kvir.kernels.ref.select_offer import LayerState, Offer, offer
 from kvir.kernels.ref.select_rule import choose
 from kvir.kernels.score_ops import ScoreInputs, SumKernels
-from kvir.lowering.stages import ExecutionPlan
 from kvir.policy_ir.nodes import Phase
 from kvir.sglang_ext.blocks import attend_block, blocks, extended, left
+from kvir.sglang_ext.copying import RowCopier
 from kvir.sglang_ext.forwards import LayerCall, Work, score_inputs, works_of
 from kvir.sglang_ext.held_rows import HeldRows, RowReader
 from kvir.sglang_ext.merging import reference
@@ -39,14 +38,14 @@ class RowSelection:
 
     def __init__(
         self,
-        plan: ExecutionPlan,
         pool: KvirPool,
         model: torch.nn.Module,
         exchange: Exchange | None,
         sums: SumKernels,
+        copies: CopyKernels,
     ) -> None:
-        self._pool, self._sums = pool, sums
-        self._rows = RowReader(pool)
+        self._pool, self._sums, plan = pool, sums, pool.plan
+        self._rows, self._copier = RowReader(pool), RowCopier(pool, copies)
         self._kv_heads = plan.layout.kv_heads
         self._heads = pool.residency.geometry.own_heads  # this rank's; heads are counted through the model
         self._exchange = exchange
@@ -148,7 +147,7 @@ class RowSelection:
                     for (_, head), kept in choose(each.rule, [offered], each.governed, prompt).items():
                         held[head] = left(held[head], kept)
             for head, rows_left in held.items():
-                self._copy(work, (call.index, head), None, rows_left)
+                self._copier.copy(work, [(call.index, head)], None, rows_left)
 
     def after_append(self, works: list[Work], layer: int) -> None:
         """Every row of this layer is in its dense pages: rules that end here and span layers are decided."""
@@ -161,7 +160,7 @@ class RowSelection:
                     continue
                 del work.offers[number]
                 for unit, rows in choose(each.rule, offers, each.governed, work.tokens).items():
-                    self._copy(work, unit, rows, self._rows.dense(unit, work.pages, work.tokens))
+                    self._copier.copy(work, [unit], [rows], self._rows.dense(unit, work.pages, work.tokens))
             if layer == max(self._wants):
                 if self._exchange is not None:
                     self._exchange.complete(work.compact)
@@ -238,13 +237,18 @@ class RowSelection:
                 work.offers.setdefault(number, []).append(offered)
                 continue
             fold = reference(each.rule, memory.queries, work.tokens, call)
-            for unit, kept in choose(each.rule, [offered], each.governed, prompt).items():
+            stay = choose(each.rule, [offered], each.governed, prompt)
+            if fold is None and together is not None:
+                of_layer = together.of(*(head - self._heads.start for _, head in stay))
+                self._copier.copy(work, list(stay), list(stay.values()), of_layer)
+                continue
+            for unit, kept in stay.items():
                 held, head = rows[unit[1]], unit[1]
                 if fold is None:
-                    self._copy(work, unit, kept, held)
+                    self._copier.copy(work, [unit], [kept], held)
                 else:
                     merged = fold.apply(held, kept, offered.units[head].candidates, self._query_heads(head))
-                    self._copy(work, unit, None, merged)
+                    self._copier.copy(work, [unit], None, merged)
 
     def _offer(
         self,
@@ -280,19 +284,3 @@ class RowSelection:
         """Those of a KV head, among this rank's."""
         first = (head - self._heads.start) * self._group
         return slice(first, first + self._group)
-
-    def _copy(self, work: Work, unit: Unit, kept: torch.Tensor | None, held: HeldRows) -> None:
-        """Fill the compact head-pages of one unit with the kept ones of its rows; None: all of them."""
-        compact = work.compact
-        layer, head = unit
-        number = layer * self._kv_heads + head
-        if compact is None or compact.chosen is None or not compact.chosen.moves[number]:
-            return
-        if kept is None:
-            kept = torch.arange(held.k.shape[0], device=held.k.device)
-        positions = kept if held.positions is None else held.positions[kept]
-        moved = positions < int(compact.chosen.at[number] - compact.chosen.left[number])
-        pages = torch.from_numpy(compact.place(number, positions[moved].cpu().numpy())).to(kept.device)
-        copy_rows(held.k[:, 0], held.v[:, 0], kept[moved], self._pool.kv, pages)
-        if self._pool.bias is not None:
-            copy_biases(held.bias, kept[moved], self._pool.bias, pages)

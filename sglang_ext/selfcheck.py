@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvir.kernels import dispatch
 from kvir.kernels.proof import Shapes, disagreements
-from kvir.kernels.proof_selecting import wrong_sums, wrong_trigger
+from kvir.kernels.proof_selecting import wrong_copies, wrong_sums, wrong_trigger
 from kvir.sglang_ext.hooks import HOOKS, SRT, Hook
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ def check_kernels(pool: KvirPool, name: str) -> None:
     found = disagreements(dispatch.get(name), shapes, device)
     if pool.sums_name not in ("", "ref"):
         found += wrong_sums(dispatch.sums(pool.sums_name), shapes, device)
+    if pool.copies_name not in ("", "ref"):
+        found += wrong_copies(dispatch.copies(pool.copies_name), shapes, device)
     if pool.selects_on_device:
         found += wrong_trigger(shapes, device)
     if found:

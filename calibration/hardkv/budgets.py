@@ -45,7 +45,7 @@ def head_budgets(
     left = mean * len(shares) - len(whole) * answer_tokens / 2
     others = {unit: share for unit, share in shares.items() if unit not in whole}
     least = recent + LEAST_ROWS
-    scale = max(0.0, (left - least * len(others)) / sum(others.values()))
+    scale = max(0.0, (left - least * len(others)) / (sum(others.values()) or 1.0))
     return {u: None if u in whole else least + round(scale * shares[u]) for u in shares}
 
 

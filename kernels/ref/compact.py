@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from kvir.kernels.copy_ops import CopyKernels
 
 
 def compact(k: Tensor, v: Tensor, rows: Tensor, kv: Tensor, pages: Tensor) -> int:
@@ -26,3 +30,12 @@ def copy_biases(bias: Tensor | None, rows: Tensor, to: Tensor, pages: Tensor) ->
     place = torch.arange(rows.numel(), device=rows.device)
     page, offset = pages[place // to.shape[1]].long(), place % to.shape[1]
     to[page, offset] = 0.0 if bias is None else bias[rows]
+
+
+def compact_units(k: Tensor, v: Tensor, rows: Sequence[Tensor], kv: Tensor, pages: Sequence[Tensor]) -> None:
+    """One unit after the other.  See `CompactUnits`."""
+    for unit, (mine, into) in enumerate(zip(rows, pages, strict=True)):
+        compact(k[:, unit], v[:, unit], mine, kv, into.to(mine.device))
+
+
+COPIES = CopyKernels("ref", compact_units)

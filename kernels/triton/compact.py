@@ -5,11 +5,15 @@ How many rows a unit keeps is read on the device, so the host need not know what
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from kvir.kernels.copy_ops import CopyKernels
 from kvir.kernels.triton.settings import kernel, padded
 
 BLOCK_ROWS = 32
@@ -54,7 +58,7 @@ def gather_rows(
 
 
 def compact(k: Tensor, v: Tensor, rows: Tensor, kv: Tensor, pages: Tensor) -> int:
-    """`kernels.score_ops.Compact`."""
+    """`kernels.copy_ops.Compact`."""
     size = kv.shape[2]
     if rows.numel() > pages.numel() * size:
         raise ValueError(f"{rows.numel()} rows do not fit in {pages.numel()} head-pages of {size}")
@@ -63,6 +67,14 @@ def compact(k: Tensor, v: Tensor, rows: Tensor, kv: Tensor, pages: Tensor) -> in
     counts = torch.full((1,), rows.numel(), dtype=torch.int32, device=rows.device)
     launch_compact(k[:, None], v[:, None], rows[None], counts, kv, pages[None].to(torch.int32))
     return rows.numel()
+
+
+def compact_units(k: Tensor, v: Tensor, rows: Sequence[Tensor], kv: Tensor, pages: Sequence[Tensor]) -> None:
+    """`kernels.copy_ops.CompactUnits`, in one launch."""
+    device = k.device
+    counts = torch.tensor([len(mine) for mine in rows], dtype=torch.int32).to(device)
+    into = pad_sequence([ids.to(torch.int32) for ids in pages], batch_first=True, padding_value=-1)
+    launch_compact(k, v, pad_sequence(list(rows), batch_first=True), counts, kv, into.to(device))
 
 
 def launch_compact(k: Tensor, v: Tensor, rows: Tensor, counts: Tensor, kv: Tensor, pages: Tensor) -> None:
@@ -81,3 +93,6 @@ def launch_compact(k: Tensor, v: Tensor, rows: Tensor, counts: Tensor, kv: Tenso
         rows.stride(0), pages.stride(0), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         D=head_dim, DIM=padded(head_dim), P=kv.shape[2], ROWS=BLOCK_ROWS,
     )  # fmt: skip
+
+
+COPIES = CopyKernels("triton", compact_units)

@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--target", choices=TARGETS, required=True, help="the GPU; none has to be here")
     p.add_argument("--dtype", choices=DTYPES, help="of the KV cache; default: the model's")
     p.add_argument("--page-tokens", type=int, metavar="N", help="default: 16")
+    p.add_argument("--no-flashinfer", action="store_true", help="Triton's kernels alone, in a minute")
     p.add_argument("-o", "--output", metavar="DIR", help="default: FILE with the ending .TARGET")
 
     p = commands.add_parser("explain", help="what a diagnostic code means")

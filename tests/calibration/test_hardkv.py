@@ -71,6 +71,9 @@ def test_budgets_have_their_mean() -> None:
     few = head_budgets(shares, 10, 2000, 32)
     assert set(few.values()) == {36}
     assert limits(132, 32) == (50, 125)
+    alike = {(0, head): 1.0 for head in range(4)}
+    assert head_budgets(alike, 2000, 2000, 32) == dict.fromkeys(alike)  # every head may keep all
+    assert head_budgets(dict.fromkeys(alike, 0.0), 100, 2000, 32) == dict.fromkeys(alike, 36)
 
 
 @pytest.mark.parametrize("more", [("--rows", "20"), ("--rows", "3000"), ("--rows", "99", "--every", "0")])

@@ -157,6 +157,20 @@ def test_rows_by_score_are_served_on_cuda(
     assert plan.buckets.decode
 
 
+def test_prompts_are_whole_whatever_selects_at_their_end(tmp_path: Path) -> None:
+    """Heads of a layer that select by different rules have no windows, so a layer is FlashInfer's."""
+    path = tmp_path / "p.ir"
+    rules = (
+        f"{{heads: {head}, keep: {{top_k: {{tokens: {64 + head}, by: {by}}}}}}}"
+        for head, by in enumerate(("key_diff", "last_query"))
+    )
+    path.write_text(f"kvir: 1\nname: p\nrules: [{', '.join(rules)}]\n")
+    plan = plan_for_server(path, CONFIGS / "llama-3.1-8b", dtype="bfloat16", device="cuda")
+    chosen = {choice.op: (choice.implementation, choice.layers) for choice in plan.choices}
+    assert chosen["attend_extend"] == ("flashinfer", None)
+    assert chosen["compact"] == ("triton", None)
+
+
 def test_attention_that_no_kernel_computes_yet_is_refused_on_cuda() -> None:
     given = CONFIGS / "gpt-oss-20b", "bfloat16", "cuda"
     with pytest.raises(PolicyError, match=r"kernels for cuda are not built yet: `attend_decode` \(triton\)"):

@@ -35,6 +35,7 @@ def test_served_equals_the_oracle(traffic: Traffic, oracle: Oracle) -> None:
     state = kvir_state(traffic.server)
     assert state["kernels"] == "triton"
     assert state["sums"] == ("triton" if launch.kv_ir.stem != "uniform" else "")
+    assert state["copies"] == state["sums"]
     layers = 4 if launch.module == "support.flashinfer_server" else 0
     assert state["flashinfer_layers"] == layers
     assert state["selects_on_device"] == (launch.kv_ir.stem == "captured")

@@ -34,8 +34,8 @@ class Pool:
 
 
 class Selection(selecting.RowSelection):
-    def __init__(self, plan: Any, pool: Any, model: Any, exchange: Any, sums: Any) -> None:
-        super().__init__(plan, Pool(pool), model, exchange, sums)  # pyright: ignore[reportArgumentType]
+    def __init__(self, pool: Any, *others: Any) -> None:
+        super().__init__(Pool(pool), *others)  # pyright: ignore[reportArgumentType]
         print(f"rows are selected on {DEVICE}", flush=True)
 
     def observe(self, works: Any, call: Any) -> None:

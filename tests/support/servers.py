@@ -64,6 +64,7 @@ RANKS = ("--tp-size", "2")
 CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 # Decode compiled by torch for batches of these sizes; others are padded, larger ones are not compiled.
+GRAPHS = {"TORCH_LOGS": "graph_breaks"}
 COMPILED = ("--enable-torch-compile", "--cuda-graph-bs-decode", "3", "8", "--decode-log-interval", "1")
 
 # Pools are as small as lets eight long requests run at once, so that the prefix cache is under pressure.
@@ -84,8 +85,8 @@ SERVERS: Mapping[str, Setup] = {
     "blocks-retract": Setup("blocks", 4096, PLAIN, RETRACTIONS, stand_in=ELSEWHERE),
     "folding": Setup("folding", 4096),
     "folding-retract": Setup("folding", 4096, PLAIN, RETRACTIONS),
-    "folding-compiled": Setup("folding", 4096, COMPILED),
-    "methods-compiled-retract": Setup("methods", 4096, (*COMPILED, *PLAIN), RETRACTIONS),
+    "folding-compiled": Setup("folding", 4096, COMPILED, GRAPHS),
+    "methods-compiled-retract": Setup("methods", 4096, (*COMPILED, *PLAIN), {**GRAPHS, **RETRACTIONS}),
     "merging": Setup("merging", 4096),
     "merging-retract": Setup("merging", 4096, PLAIN, RETRACTIONS, stand_in=ELSEWHERE),
     "folding-ranks": Setup("folding", 4096, RANKS, CORES),
