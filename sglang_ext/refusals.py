@@ -126,11 +126,20 @@ def check_raw(args: KvirServerArgs) -> None:
 def check_resolved(config: Any) -> None:
     """The same questions, asked of what resolution made of the arguments."""
     _check(lambda field: getattr(config, field))
-    if config.enable_torch_compile and config.device != "cpu":
-        raise KvirError(
-            "error: --kv-ir does not go together with --enable-torch-compile on a GPU: torch would trace the "
-            "kernels' launches\n  help: leave it out: decode is captured in graphs"
-        )
+    if config.enable_torch_compile:
+        _check_compiling(config)
+
+
+def _check_compiling(config: Any) -> None:
+    for there, where, why, remedy in (
+        (config.device != "cpu", "on a GPU", "torch would trace launches of kernels", "leave it out"),
+        (config.tp_size > 1, "on several ranks", "it is not tested there", "use --tp-size 1"),
+    ):
+        if there:
+            raise KvirError(
+                f"error: --kv-ir does not go together with --enable-torch-compile {where}: {why}\n"
+                f"  help: {remedy}"
+            )
 
 
 def check_ranks(plan: ExecutionPlan, tp_size: int) -> None:

@@ -46,8 +46,7 @@ def python(tmp_path: Path, target: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("cap", ["0", "30"])
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(("target", "cap"), [("sm_80", "0"), ("sm_90", "30")])
 def test_they_are_what_its_wrappers_call_for(target: str, cap: str, tmp_path: Path) -> None:
     called, built = python(
         tmp_path, target, "-m", "support.flashinfer_recorded", target, "128", cap

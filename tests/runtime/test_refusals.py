@@ -81,11 +81,16 @@ def test_what_goes_together(field: str, value: object, policy: str) -> None:
     check_raw(arguments(policy, **{field: value}))
 
 
-def test_decode_is_compiled_on_a_cpu_alone(policy: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "ranks", "where"), [("cuda", 1, "on a GPU: "), ("cpu", 2, "on several ranks: ")]
+)
+def test_decode_is_compiled_on_one_cpu(device: str, ranks: int, where: str, policy: str) -> None:
     check_resolved(arguments(policy, enable_torch_compile=True, device="cpu"))
-    with pytest.raises(KvirError, match="--enable-torch-compile on a GPU") as refused:
-        check_resolved(arguments(policy, enable_torch_compile=True, device="cuda"))
-    assert "\n  help: " in str(refused.value)
+    with pytest.raises(KvirError) as refused:
+        check_resolved(arguments(policy, enable_torch_compile=True, device=device, tp_size=ranks))
+    text = str(refused.value)
+    assert text.startswith(f"error: --kv-ir does not go together with --enable-torch-compile {where}")
+    assert "\n  help: " in text
 
 
 def test_all_reasons_at_once(policy: str) -> None:

@@ -117,7 +117,7 @@ class TestRanks:
         selected_and_left_nothing(traffic.server)
 
 
-@pytest.mark.parametrize("server", ["folding-compiled", "methods-compiled-retract"], indirect=True)
+@pytest.mark.parametrize("server", ["folding-compiled"], indirect=True)
 class TestCompiled:
     """SGLang's `--enable-torch-compile`: the decode step is compiled around attention, batches are padded."""
 

@@ -86,7 +86,6 @@ SERVERS: Mapping[str, Setup] = {
     "folding": Setup("folding", 4096),
     "folding-retract": Setup("folding", 4096, PLAIN, RETRACTIONS),
     "folding-compiled": Setup("folding", 4096, COMPILED, GRAPHS),
-    "methods-compiled-retract": Setup("methods", 4096, (*COMPILED, *PLAIN), {**GRAPHS, **RETRACTIONS}),
     "merging": Setup("merging", 4096),
     "merging-retract": Setup("merging", 4096, PLAIN, RETRACTIONS, stand_in=ELSEWHERE),
     "folding-ranks": Setup("folding", 4096, RANKS, CORES),
