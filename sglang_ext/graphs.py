@@ -86,7 +86,7 @@ def _install_modules(folder: Path, target: str) -> None:
         return
     try:
         reason = install(folder, target)
-    except ImportError as error:
-        reason = str(error)
+    except Exception as error:  # a folder that is broken, or another FlashInfer: it compiles then
+        reason = f"{type(error).__name__}: {error}"
     if reason is not None:
         logger.warning("kvir: FlashInfer's modules beside the policy are not used: %s", reason)

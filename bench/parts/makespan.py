@@ -6,7 +6,7 @@ import heapq
 import random
 from collections.abc import Sequence
 
-from kvir.kernels.catalog import Tile
+from kvir.kernels.catalog import PLAN_BLOCKS, Tile
 
 ITEM_OVERHEAD_ROWS = 96  # what starting an item costs, in rows that could have been read meanwhile
 WINDOW_ROWS = 1088
@@ -49,6 +49,21 @@ def item_rows(rows: Sequence[int], slots: int, block_rows: int) -> list[int]:
     short = [n % chunk for n in rows if n % chunk]
     short.sort(key=lambda left: -((left * SIZE_CLASSES - 1) // chunk))
     return full + short
+
+
+def flashinfer_items(rows: Sequence[int], multiprocessors: int) -> tuple[list[int], int]:
+    """What FlashInfer 0.7's planner makes of them with tensor cores, and how many run at once: the smallest
+    chunk whose items do not exceed two per multiprocessor, no split where the sequences alone do.
+    """
+    most = PLAN_BLOCKS * multiprocessors
+    low, high = MIN_CHUNK_ROWS, max(rows)
+    while low < high:
+        chunk = (low + high) // 2
+        if sum(-(-n // chunk) for n in rows) > most:
+            low = chunk + 1
+        else:
+            high = chunk
+    return [min(low, n - start) for n in rows for start in range(0, n, low)], most
 
 
 def makespan_rows(items: Sequence[int], slots: int) -> int:

@@ -105,11 +105,10 @@ def build(facts: Sequence[PrefillFacts], target: str, folder: Path) -> Modules:
 
 
 def _environment(target: str, work: Path) -> Mapping[str, str]:
-    """Where FlashInfer compiles, for what, with which compiler; libraries that a machine without a GPU lacks
-    are stood in for, since they are only linked by name.
-    """
+    """Where FlashInfer compiles, for what, with which compiler and libraries."""
     libraries = work / "lib"
     libraries.mkdir()
+    # libcuda comes with a GPU's driver; it is only linked by name, so any library of that name does
     stub = [os.environ.get("CC", "cc"), "-shared", "-Wl,-soname,libcuda.so.1", "-x", "c", os.devnull]
     subprocess.run([*stub, "-o", str(libraries / "libcuda.so")], check=True, capture_output=True)
     environment = dict(os.environ) | {
@@ -117,12 +116,30 @@ def _environment(target: str, work: Path) -> Mapping[str, str]:
         "FLASHINFER_WORKSPACE_BASE": str(work),
         "FLASHINFER_EXTRA_LDFLAGS": f"-L{libraries}",
     }
-    toolkit = _packaged_toolkit()
-    if toolkit is not None and not {"CUDA_HOME", "CUDA_PATH"} & set(os.environ):
-        environment["CUDA_HOME"] = str(toolkit)
-        for runtime in (toolkit / "lib").glob("libcudart.so.*"):
-            (libraries / "libcudart.so").symlink_to(runtime)
+    packaged = _packaged_toolkit()
+    toolkit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or _installed_toolkit() or packaged
+    if toolkit is None:
+        raise ModulesError("FlashInfer needs nvcc: install a CUDA toolkit, or say where it is with CUDA_HOME")
+    environment["CUDA_HOME"] = str(toolkit)
+    if packaged is not None:
+        # headers that a toolkit may lack (cuRAND's), after its own
+        flags = f"-Xcompiler=-idirafter,{packaged / 'include'}"
+        if toolkit == packaged:  # its compiler is newer than its headers
+            flags += " -DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK"
+            for runtime in (packaged / "lib").glob("libcudart.so.*"):
+                (libraries / "libcudart.so").symlink_to(runtime)
+        environment["FLASHINFER_EXTRA_CUDAFLAGS"] = flags
     return environment
+
+
+def _installed_toolkit() -> Path | None:
+    """That of the machine; `nvcc` on the path may be a script that calls it."""
+    found = [Path("/usr/local/cuda")]
+    if (nvcc := shutil.which("nvcc")) is not None:
+        found.append(Path(nvcc).resolve().parent.parent)
+    return next(
+        (place for place in found if (place / "bin/nvcc").is_file() and (place / "include").is_dir()), None
+    )
 
 
 def _packaged_toolkit() -> Path | None:
