@@ -72,11 +72,13 @@ def cost(rounds: int, threads: int) -> None:
         print(f"bench: {name}_cost_vs_prefill = {median[name] / median['identity'] - 1:.3f}", flush=True)
 
 
-def decode(rounds: int, threads: int, arguments: tuple[str, ...] = ()) -> None:
+def decode(
+    rounds: int, threads: int, dtypes: Sequence[str] = DTYPES, arguments: tuple[str, ...] = ()
+) -> None:
     ids = token_stream(model_path("smollm2"))
     prompts = [_cut(ids, 5_000 * i) for i in range(BATCH)]
     named = {name: POLICIES[name] for name in ("identity", "snapkv")}
-    for dtype in DTYPES[1:] if arguments else DTYPES:
+    for dtype in dtypes:
         _decode(named, prompts, rounds, threads, dtype, arguments)
 
 
@@ -151,7 +153,7 @@ def main() -> None:
         "rows": rows,
         "cost": lambda: cost(options.rounds, options.threads),
         "decode": lambda: decode(options.rounds, options.threads),
-        "compiled": lambda: decode(options.rounds, options.threads, COMPILED),
+        "compiled": lambda: decode(options.rounds, options.threads, ("bfloat16",), COMPILED),
     }
     if unknown := [part for part in options.parts if part not in parts]:
         parser.error(f"no such part: {', '.join(unknown)}")

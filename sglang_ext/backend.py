@@ -85,7 +85,7 @@ class KvirAttentionBackend(AttentionBackend):
             self._lens = forward_batch.seq_lens.to(torch.int32)
             self._pages = self._logical_pages(rows, max(lens))
             if self.selection is not None:
-                self._works = self.selection.of_decode(self.allocator, lens[: len(self.allocator.decoding)])
+                self._works = self.selection.of_decode(self.allocator, lens)
                 self._read_compact(lens)
             return
         self._lens = _given(forward_batch.extend_prefix_lens).to(torch.int32)

@@ -47,7 +47,7 @@ class RowCopier:
             count = np.searchsorted(of_unit, int(chosen.at[number] - chosen.left[number]))
             rows.append(kept[i][: int(count)])
             pages.append(torch.from_numpy(work.compact.place(number, of_unit[:count])))
-        together = held if len(mine) == held.k.shape[1] else held.of(*mine)
+        together = held.of(*mine)
         self._copies.compact_units(together.k, together.v, rows, self._pool.kv, pages)
         if self._pool.bias is not None:
             for of_unit, into in zip(rows, pages, strict=True):

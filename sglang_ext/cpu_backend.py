@@ -16,7 +16,6 @@ from sglang.srt.model_executor.forward_context import get_attn_backend
 from kvir.sglang_ext.backend import KvirAttentionBackend
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
@@ -27,20 +26,12 @@ class KvirCpuBackend(KvirAttentionBackend):
         super().__init__(runner)
         self.layers = {m.layer_id: m for m in runner.model.modules() if isinstance(m, RadixAttention)}
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
+    def decode_layer(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, slots: torch.Tensor
     ) -> torch.Tensor:
-        if not torch.compiler.is_compiling():
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        q, k, v = self._views(q, k, v, layer, save_kv_cache, kwargs)
-        return torch.ops.kvir.decode_layer(q, k, v, forward_batch.out_cache_loc, layer.layer_id)
+        if torch.compiler.is_compiling():
+            return torch.ops.kvir.decode_layer(q, k, v, slots, layer.layer_id)
+        return super().decode_layer(q, k, v, layer, slots)
 
     # ---- what SGLang asks of a backend when it compiles ----------------------------------------------------
 

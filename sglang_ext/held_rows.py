@@ -21,11 +21,10 @@ class HeldRows:
     bias: torch.Tensor | None = None  # float32 [n], of one head; None: zeros
 
     def of(self, *heads: int) -> HeldRows:
-        """Some of the heads, still [n, heads, D]."""
-        if len(heads) == 1:
-            one = slice(heads[0], heads[0] + 1)
-            return HeldRows(self.k[:, one], self.v[:, one], self.positions)
-        return HeldRows(self.k[:, heads], self.v[:, heads], self.positions)
+        """Some of the heads, at least one, still [n, heads, D]; a view where they follow each other."""
+        run = range(heads[0], heads[0] + len(heads))
+        which = slice(run.start, run.stop) if heads == tuple(run) else list(heads)
+        return HeldRows(self.k[:, which], self.v[:, which], self.positions)
 
 
 class RowReader:

@@ -131,36 +131,33 @@ def check_resolved(config: Any) -> None:
 
 
 def _check_compiling(config: Any) -> None:
-    for there, where, why, remedy in (
-        (config.device != "cpu", "on a GPU", "torch would trace launches of kernels", "leave it out"),
-        (config.tp_size > 1, "on several ranks", "it is not tested there", "use --tp-size 1"),
-    ):
-        if there:
-            raise KvirError(
-                f"error: --kv-ir does not go together with --enable-torch-compile {where}: {why}\n"
-                f"  help: {remedy}"
-            )
+    flag = flag_of("enable_torch_compile")
+    if config.device != "cpu":
+        raise KvirError(_clash(f"{flag} on a GPU", "torch would trace launches of kernels", "leave it out"))
+    if config.tp_size > 1:
+        raise KvirError(_clash(f"{flag} on several ranks", "it is not tested there", "use --tp-size 1"))
 
 
 def check_ranks(plan: ExecutionPlan, tp_size: int) -> None:
     """Raises KvirError if the heads of a plan cannot be spread over that many ranks."""
-    found = [
-        f"error: --kv-ir does not go together with --tp-size {tp_size}: {why}\n  help: {_OTHER_RANKS}"
-        for why in cannot_be_split(plan, tp_size)
-    ]
+    found = [_clash(f"--tp-size {tp_size}", why, _OTHER_RANKS) for why in cannot_be_split(plan, tp_size)]
     if found:
         raise KvirError("\n".join(found))
 
 
 def _check(value_of: Callable[[str], Any]) -> None:
     found = [
-        f"error: --kv-ir does not go together with {flag_of(field)}: {refusal.why}\n  help: {refusal.remedy}"
+        _clash(flag_of(field), refusal.why, refusal.remedy)
         for refusal in REFUSALS
         for field in refusal.fields
         if not refusal.accepts(value_of(field))
     ]
     if found:
         raise KvirError("\n".join(found))
+
+
+def _clash(what: str, why: str, remedy: str) -> str:
+    return f"error: --kv-ir does not go together with {what}: {why}\n  help: {remedy}"
 
 
 def flag_of(field: str) -> str:

@@ -87,9 +87,10 @@ class RowSelection:
         return works_of(states, allocator.compacting, starts, lens, "prefill")
 
     def of_decode(self, allocator: KvirAllocator, lens: list[int]) -> list[Work]:
-        """The same of a decode step; lens count the step's own token."""
+        """The same of a decode step; lens count the step's own token, those of padding come last."""
         if not self._decoding:
             return []
+        lens = lens[: len(allocator.decoding)]
         starts = [length - 1 for length in lens]
         return works_of(allocator.decoding, allocator.compacting, starts, [1] * len(lens), "decode")
 

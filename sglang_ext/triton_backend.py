@@ -114,7 +114,7 @@ class KvirTritonBackend(KvirAttentionBackend):
         if self.selection is None:
             return
         lens = host_lens(forward_batch)
-        works = self.selection.of_decode(self.allocator, lens[: len(self.allocator.decoding)])
+        works = self.selection.of_decode(self.allocator, lens)
         self._decoder.place(self._placed(lens))
         self._works = works if self._triggers is None else []
         if self._triggers is not None:

@@ -64,8 +64,7 @@ def compact(k: Tensor, v: Tensor, rows: Tensor, kv: Tensor, pages: Tensor) -> in
         raise ValueError(f"{rows.numel()} rows do not fit in {pages.numel()} head-pages of {size}")
     if rows.numel() and ((rows.diff() <= 0).any() or rows[0] < 0 or rows[-1] >= k.shape[0]):
         raise ValueError(f"rows must ascend and lie in 0..{k.shape[0] - 1}")
-    counts = torch.full((1,), rows.numel(), dtype=torch.int32, device=rows.device)
-    launch_compact(k[:, None], v[:, None], rows[None], counts, kv, pages[None].to(torch.int32))
+    compact_units(k[:, None], v[:, None], [rows], kv, [pages])
     return rows.numel()
 
 
